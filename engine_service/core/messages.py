@@ -1,0 +1,167 @@
+"""Messages between the front and one rank worker, as one ordered stream.
+
+The front sends a command, the worker answers it with one reply (or `Failed`);
+`Progress` may come before the reply. Commands are answered in their order, so
+whatever the front sends between two steps falls between them on every rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from relay_service.core.manifest import Manifest
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a rank needs to know before it starts."""
+
+    rank: int
+    world_size: int
+    generation: str
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    device: str
+    threads: int
+    kv_block_tokens: int
+    kv_blocks: int
+    max_running: int
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request chooses its tokens."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 for all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's share of a step: its next tokens and where its KV lies."""
+
+    tokens: tuple[int, ...]
+    """Token ids to run: a prompt (prefill) or the last token (decode)."""
+    position: int
+    """Position of the first of them in the sequence."""
+    blocks: tuple[int, ...]
+    """KV blocks of the sequence, in order; they cover every position of the row."""
+    output_index: int
+    """Index, in the answer, of the token to sample; with the seed it decides the draw."""
+    sampling: Sampling
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Builds the model and allocates its arena, all zero. Answered by `Allocated`."""
+
+    config: RankConfig
+    files: dict[str, bytes]
+    """`config.json` and its companions, by name."""
+
+
+class LoadDisk(msgspec.Struct, frozen=True, tag=True):
+    """Fills the arena from a checkpoint folder. Answered by `Loaded`."""
+
+    folder: str
+
+
+class Capture(msgspec.Struct, frozen=True, tag=True):
+    """Captures the decode graph. Answered by `Done`."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Runs one batch. Answered by `Tokens`, one per row."""
+
+    rows: tuple[Row, ...]
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Takes the landed weights: seals the arena, checks nobody else can write.
+
+    Answered by `Done`. By then the relay has returned its mapping.
+    """
+
+
+class RecordProbe(msgspec.Struct, frozen=True, tag=True):
+    """Runs the greedy probe and records it. Answered by `Recorded`."""
+
+
+class CheckProbe(msgspec.Struct, frozen=True, tag=True):
+    """Runs a recorded probe, eager and replayed, and compares. Answered by `Done`."""
+
+    probe: bytes
+
+
+class Allocated(msgspec.Struct, frozen=True, tag=True):
+    """The arena exists; its descriptor travels with this message."""
+
+    manifest: Manifest
+    """Without digests."""
+    facts: tuple[tuple[str, str], ...]
+    """Format facts of this rank's model and kernel format."""
+    address: int
+    page_kind: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The arena holds the checkpoint and is sealed."""
+
+    manifest: Manifest
+    """With digests, computed while loading."""
+    bytes_read: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Sampled tokens, one per row of the step."""
+
+    tokens: tuple[int, ...]
+
+
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """A recorded probe."""
+
+    probe: bytes
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """How far a long command is."""
+
+    bytes_done: int
+    bytes_total: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The command is done."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The command failed; `kind` names a class of `engine_service.errors`."""
+
+    kind: str
+    message: str
+    details: dict[str, str]
+
+
+Command = Start | LoadDisk | Capture | Step | Commit | RecordProbe | CheckProbe
+Reply = Allocated | Loaded | Tokens | Recorded | Progress | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Command | Reply) -> bytes:
+    """Encodes a message."""
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Decodes a command; raises `msgspec.ValidationError` for anything else."""
+    return _commands.decode(frame)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Decodes a reply; raises `msgspec.ValidationError` for anything else."""
+    return _replies.decode(frame)

@@ -1,0 +1,98 @@
+"""Errors of the engine service.
+
+    EngineError
+    ├── ConfigError            a setting that cannot work
+    ├── InvalidRequest         a request that can never be served
+    ├── NotReady               the instance isn't ready (yet, or any more)
+    ├── QueueFull              too many requests wait
+    ├── WrongState             the instance is not in a state for this
+    ├── ModelError             a model folder that cannot be served
+    │   ├── CheckpointError    a checkpoint that is broken or does not fit
+    │   └── UnsupportedModel   a family, format or dtype that isn't supported
+    ├── ArenaError             weights that lie outside the arena, or cannot be sealed
+    ├── CaptureError           a graph that could not be captured
+    ├── ProbeMismatch          the weights do not compute what the seed recorded
+    ├── FillFailed             no source could fill the instance
+    │   └── FillTimeout        the deadline is over
+    ├── RelayUnreachable       the relay cannot be reached
+    ├── RankDied               a rank worker ended or broke the protocol
+    └── ResourceExhausted      no memory or no descriptors
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors of the engine.
+
+    `details` carries what a caller needs to act: field, expected, found, hint.
+    """
+
+    def __init__(self, message: str, **details: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class ConfigError(EngineError):
+    """A setting that cannot work."""
+
+
+class InvalidRequest(EngineError):
+    """A request that can never be served."""
+
+
+class NotReady(EngineError):
+    """The instance isn't ready, yet or any more."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait."""
+
+
+class WrongState(EngineError):
+    """The instance is not in a state for this."""
+
+
+class ModelError(EngineError):
+    """A model folder that cannot be served."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint that is broken or does not fit the model."""
+
+
+class UnsupportedModel(ModelError):
+    """A family, format or dtype that isn't supported."""
+
+
+class ArenaError(EngineError):
+    """Weights that lie outside the arena, or an arena that cannot be sealed."""
+
+
+class CaptureError(EngineError):
+    """A graph that could not be captured."""
+
+
+class ProbeMismatch(EngineError):
+    """The weights do not compute what the seed recorded."""
+
+
+class FillFailed(EngineError):
+    """No source could fill the instance."""
+
+
+class FillTimeout(FillFailed):
+    """The deadline of a fill is over."""
+
+
+class RelayUnreachable(EngineError):
+    """The relay cannot be reached."""
+
+
+class RankDied(EngineError):
+    """A rank worker ended or broke the protocol."""
+
+
+class ResourceExhausted(EngineError):
+    """No memory or no descriptors."""

@@ -1,0 +1,267 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from seedrelay.v1 import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetAttachmentRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetAttachmentResponse(_message.Message):
+    __slots__ = ("socket_path", "relay_generation")
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    socket_path: str
+    relay_generation: str
+    def __init__(self, socket_path: _Optional[str] = ..., relay_generation: _Optional[str] = ...) -> None: ...
+
+class RankBlocks(_message.Message):
+    __slots__ = ("rank", "have_blocks", "blocks", "arena_bytes", "digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HAVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    have_blocks: int
+    blocks: int
+    arena_bytes: int
+    digest: str
+    def __init__(self, rank: _Optional[int] = ..., have_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Instance(_message.Message):
+    __slots__ = ("instance", "generation", "model", "state", "format", "placement", "weight_version", "weights_digest", "epoch", "ranks", "artifacts", "address", "lease_count")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    generation: str
+    model: str
+    state: _weights_pb2.InstanceState
+    format: _weights_pb2.Format
+    placement: _weights_pb2.Placement
+    weight_version: str
+    weights_digest: str
+    epoch: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankBlocks]
+    artifacts: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Artifact]
+    address: str
+    lease_count: int
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankBlocks, _Mapping]]] = ..., artifacts: _Optional[_Iterable[_Union[_weights_pb2.Artifact, _Mapping]]] = ..., address: _Optional[str] = ..., lease_count: _Optional[int] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("address", "relay_generation", "instances")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    relay_generation: str
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ("expiry",)
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    expiry: _duration_pb2.Duration
+    def __init__(self, expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListSourcesRequest(_message.Message):
+    __slots__ = ("instance", "format", "placement")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    format: _weights_pb2.Format
+    placement: _weights_pb2.Placement
+    def __init__(self, instance: _Optional[str] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("instance", "fits", "reason")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FITS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    instance: Instance
+    fits: bool
+    reason: str
+    def __init__(self, instance: _Optional[_Union[Instance, _Mapping]] = ..., fits: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ListSourcesResponse(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Transfer(_message.Message):
+    __slots__ = ("transfer", "instance", "progress")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    transfer: str
+    instance: str
+    progress: _weights_pb2.PullProgress
+    def __init__(self, transfer: _Optional[str] = ..., instance: _Optional[str] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    relay_generation: str
+    directory: str
+    directory_reachable: bool
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    lease_count: int
+    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ...) -> None: ...
+
+class GetManifestRequest(_message.Message):
+    __slots__ = ("instance", "generation", "rank")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    generation: str
+    rank: int
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class GetManifestResponse(_message.Message):
+    __slots__ = ("data_bytes", "units")
+    DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    data_bytes: int
+    units: _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightUnit]
+    def __init__(self, data_bytes: _Optional[int] = ..., units: _Optional[_Iterable[_Union[_weights_pb2.WeightUnit, _Mapping]]] = ...) -> None: ...
+
+class GetArtifactRequest(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    def __init__(self, sha256: _Optional[str] = ...) -> None: ...
+
+class GetArtifactResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class AcquireLeaseRequest(_message.Message):
+    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    generation: str
+    epoch: int
+    weights_digest: str
+    holder: str
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
+
+class AcquireLeaseResponse(_message.Message):
+    __slots__ = ("lease", "expiry")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    expiry: _duration_pb2.Duration
+    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RenewLeaseRequest(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    def __init__(self, lease: _Optional[str] = ...) -> None: ...
+
+class RenewLeaseResponse(_message.Message):
+    __slots__ = ("expiry",)
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    expiry: _duration_pb2.Duration
+    def __init__(self, expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    def __init__(self, lease: _Optional[str] = ...) -> None: ...
+
+class ReleaseLeaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("instance", "options")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    options: _weights_pb2.PullOptions
+    def __init__(self, instance: _Optional[str] = ..., options: _Optional[_Union[_weights_pb2.PullOptions, _Mapping]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("progress", "report", "probe")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    progress: _weights_pb2.PullProgress
+    report: _weights_pb2.PullReport
+    probe: bytes
+    def __init__(self, progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ..., report: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., probe: _Optional[bytes] = ...) -> None: ...
+
+class ReturnMappingRequest(_message.Message):
+    __slots__ = ("instance", "generation")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    generation: str
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ...) -> None: ...
+
+class ReturnMappingResponse(_message.Message):
+    __slots__ = ("unmapped_count",)
+    UNMAPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    unmapped_count: int
+    def __init__(self, unmapped_count: _Optional[int] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("lease", "rank", "blocks")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    rank: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease: _Optional[str] = ..., rank: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("block", "epoch", "data")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    epoch: int
+    data: bytes
+    def __init__(self, block: _Optional[int] = ..., epoch: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

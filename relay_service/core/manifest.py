@@ -1,0 +1,200 @@
+"""Describes an arena: its tensors, units and blocks, and their digests.
+
+Plain Python. Offsets are bytes relative to the start of the arena's data, which
+begins `HEADER_BYTES` into the allocation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
+
+import msgspec
+import xxhash
+
+from relay_service.core.dtypes import DType
+
+BLOCK_BYTES = 1 << 20
+HEADER_BYTES = 4096
+UNIT_ALIGN = 4096
+TENSOR_ALIGN = 64
+DIGEST_BYTES = 16
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor: where it lies and what it is."""
+
+    name: str
+    kind: str
+    """`parameter`, `buffer`, `scale` or `derived`."""
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements, as long as `shape`."""
+    offset: int
+    nbytes: int
+    """From the first to the last element, both included."""
+    logical: str = ""
+    """Checkpoint tensors that it is made of, joined by `+`."""
+    alias: str = ""
+    """Name of the tensor whose bytes it shares; empty for an owner."""
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """The smallest thing worth fetching by itself; contiguous in the arena."""
+
+    name: str
+    offset: int
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+    digests: tuple[bytes, ...] = ()
+    """XXH3-128 of each block; empty where the unit isn't verified."""
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks."""
+        return -(-self.nbytes // BLOCK_BYTES)
+
+    @property
+    def digest(self) -> bytes:
+        """Root over the unit's size and block digests.
+
+        It names neither the slot nor the rank, so an expert has one digest
+        wherever it lies.
+        """
+        return _root(b"unit", [self.nbytes.to_bytes(8, "little"), *self.digests])
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Unit of transfer and verification."""
+
+    index: int
+    """Flat index over all units of the arena."""
+    offset: int
+    nbytes: int
+    unit: int
+    """Index of its unit."""
+
+
+class Manifest(msgspec.Struct, frozen=True, dict=True):
+    """Describes one rank's arena."""
+
+    rank: int
+    data_bytes: int
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def _first_blocks(self) -> list[int]:
+        return [0, *accumulate(unit.block_count for unit in self.units)]
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks of the arena."""
+        return self._first_blocks[-1]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all units: the data without the gaps between units."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def verified(self) -> bool:
+        """Whether every unit carries its digests."""
+        return all(len(unit.digests) == unit.block_count for unit in self.units)
+
+    @property
+    def digest(self) -> str:
+        """Root over the unit names and digests, in hexadecimal; empty while incomplete."""
+        if not self.verified:
+            return ""
+        parts = [part for unit in self.units for part in (unit.name.encode(), unit.digest)]
+        return _root(b"rank", parts).hex()
+
+    def block(self, index: int) -> Block:
+        """Returns the block with a flat index. Raises `IndexError` beyond the last one."""
+        if not 0 <= index < self.block_count:
+            raise IndexError(index)
+        number = bisect_right(self._first_blocks, index) - 1
+        unit, within = self.units[number], index - self._first_blocks[number]
+        start = within * BLOCK_BYTES
+        size = min(BLOCK_BYTES, unit.nbytes - start)
+        return Block(index, unit.offset + start, size, number)
+
+    def block_digest(self, index: int) -> bytes:
+        """Returns the expected digest of a block of a verified unit."""
+        number = self.block(index).unit
+        return self.units[number].digests[index - self._first_blocks[number]]
+
+    def tensor_at(self, index: int) -> str:
+        """Names the first tensor that has bytes in a block."""
+        block = self.block(index)
+        unit, end = self.units[block.unit], block.offset + block.nbytes
+        for tensor in unit.tensors:
+            if tensor.offset < end and block.offset < tensor.offset + max(tensor.nbytes, 1):
+                return tensor.name
+        return unit.name
+
+    def with_digests(self, digests: list[bytes]) -> Manifest:
+        """Returns the same arena, verified: one digest per flat block index."""
+        firsts = self._first_blocks
+        units = tuple(
+            msgspec.structs.replace(unit, digests=tuple(digests[first : first + unit.block_count]))
+            for unit, first in zip(self.units, firsts, strict=False)
+        )
+        return Manifest(self.rank, self.data_bytes, units)
+
+    def without_digests(self) -> Manifest:
+        """Returns the same layout, unverified."""
+        units = tuple(msgspec.structs.replace(unit, digests=()) for unit in self.units)
+        return Manifest(self.rank, self.data_bytes, units)
+
+    def layout_difference(self, target: Manifest) -> str:
+        """Says in words the first place where `target` lies otherwise; empty when it doesn't."""
+        for seed, mine in zip(self.units, target.units, strict=False):
+            if difference := _unit_difference(seed, mine):
+                return difference
+        if len(self.units) != len(target.units):
+            return f"units: seed {len(self.units)}, target {len(target.units)}"
+        if self.data_bytes != target.data_bytes:
+            return f"data_bytes: seed {self.data_bytes}, target {target.data_bytes}"
+        return ""
+
+
+def block_digest(data: memoryview | bytes) -> bytes:
+    """Digests a block: XXH3-128 in canonical form, 16 bytes (github.com/Cyan4973/xxHash)."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def weights_digest(manifests: list[Manifest]) -> str:
+    """Root over all ranks, in hexadecimal; empty while one of them is incomplete."""
+    roots = [manifest.digest for manifest in manifests]
+    if not roots or not all(roots):
+        return ""
+    return _root(b"weights", [root.encode() for root in roots]).hex()
+
+
+def _root(domain: bytes, parts: list[bytes]) -> bytes:
+    hasher = xxhash.xxh3_128(domain)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _unit_difference(seed: Unit, target: Unit) -> str:
+    if seed.name != target.name:
+        return f"unit: seed {seed.name}, target {target.name}"
+    for mine, other in zip(seed.tensors, target.tensors, strict=False):
+        if mine.name != other.name:
+            return f"{seed.name}: seed has {mine.name} where target has {other.name}"
+        for field in ("kind", "dtype", "shape", "strides", "offset", "nbytes", "alias"):
+            left, right = getattr(mine, field), getattr(other, field)
+            if left != right:
+                return f"{mine.name}: {field} {left} and {right}"
+    if len(seed.tensors) != len(target.tensors):
+        return f"{seed.name}: seed has {len(seed.tensors)} tensors, target {len(target.tensors)}"
+    for field in ("offset", "nbytes"):
+        if getattr(seed, field) != getattr(target, field):
+            return f"{seed.name}: {field} {getattr(seed, field)} and {getattr(target, field)}"
+    return ""

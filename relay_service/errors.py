@@ -1,0 +1,106 @@
+"""Errors of the relay service.
+
+    RelayError
+    ├── ConfigError            a setting that cannot work
+    ├── InvalidRequest         a request that can never be served
+    │   └── ManifestError      a manifest that contradicts itself
+    ├── NotFound               an instance, rank, lease or artifact that isn't here
+    ├── Conflict               a name that another instance holds
+    ├── Refused                a source or target that does not fit
+    │   ├── FormatMismatch     other format, placement or layout
+    │   ├── WrongState         the instance is not in a state for this
+    │   ├── LeaseEnded         the lease is over
+    │   └── EpochChanged       the source was updated while it was read
+    ├── SourceFailed           a source died, stalled or broke the protocol
+    ├── NotYet                 the block is not verified there yet
+    ├── NoSource               nobody (or nobody any more) can fill the target
+    ├── CorruptBlock           bytes that do not match their digest
+    ├── ResourceExhausted      no memory, no descriptors, too many readers
+    └── PullTimeout            the deadline of a pull is over
+"""
+
+from __future__ import annotations
+
+
+class RelayError(Exception):
+    """Base of all errors of the relay.
+
+    `details` carries what a caller needs to act: field, expected, found, hint.
+    """
+
+    def __init__(self, message: str, **details: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class ConfigError(RelayError):
+    """A setting that cannot work."""
+
+
+class InvalidRequest(RelayError):
+    """A request that can never be served."""
+
+
+class ManifestError(InvalidRequest):
+    """A manifest that contradicts itself."""
+
+
+class NotFound(RelayError):
+    """An instance, rank, lease or artifact that isn't here."""
+
+
+class Conflict(RelayError):
+    """A name that another instance holds."""
+
+
+class Refused(RelayError):
+    """A source or target that does not fit."""
+
+
+class FormatMismatch(Refused):
+    """Other format, placement or layout; the message names the first difference."""
+
+
+class WrongState(Refused):
+    """The instance is not in a state for this."""
+
+
+class LeaseEnded(Refused):
+    """The lease is over."""
+
+
+class EpochChanged(Refused):
+    """The source was updated while it was read."""
+
+
+class SourceFailed(RelayError):
+    """A source died, stalled or broke the protocol."""
+
+
+class NotYet(RelayError):
+    """The block is not verified there yet."""
+
+
+class NoSource(RelayError):
+    """Nobody, or nobody any more, can fill the target."""
+
+
+class CorruptBlock(RelayError):
+    """Bytes that do not match their digest; names rank, tensor and block."""
+
+    def __init__(self, rank: int, tensor: str, block: int) -> None:
+        super().__init__(
+            f"rank {rank}, tensor {tensor}, block {block}: bytes do not match their digest",
+            rank=str(rank),
+            tensor=tensor,
+            block=str(block),
+        )
+
+
+class ResourceExhausted(RelayError):
+    """No memory, no descriptors or too many readers."""
+
+
+class PullTimeout(RelayError):
+    """The deadline of a pull is over."""

@@ -1,0 +1,172 @@
+"""Arenas in host memory: a memfd, mapped by whoever holds its descriptor.
+
+Plain Python and libc; must stay free of torch, since the relay imports it.
+
+A mapping is made with libc's `mmap` rather than the `mmap` module: an arena is
+mapped at a fixed address, outlives every view of it, and is unmapped on purpose.
+Copies go through `ctypes.memmove`, which releases the GIL; a slice copy does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+
+from relay_service.core.manifest import HEADER_BYTES, block_digest
+from relay_service.errors import ManifestError, ResourceExhausted
+
+# linux/fcntl.h; the fcntl module of Python 3.11 does not name them.
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x2, 0x4, 0x10
+
+_MAGIC = b"SEEDREL1"
+_SEQUENCE_OFFSET = 32
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def create_memfd(name: str, data_bytes: int) -> int:
+    """Creates the memory of an arena and returns its descriptor.
+
+    The pages are allocated at once, so a host without memory says so here and
+    not by a SIGBUS while bytes land. Raises `ResourceExhausted`.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, HEADER_BYTES + data_bytes)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+    except OSError as error:
+        os.close(fd)
+        raise ResourceExhausted(
+            f"cannot allocate an arena of {data_bytes} bytes: {error.strerror}",
+            field="arena_bytes", found=str(data_bytes), hint="free memory or raise the limit",
+        ) from error  # fmt: skip
+    return fd
+
+
+def seal(fd: int) -> None:
+    """Forbids new writable mappings and writes; mappings that exist stay writable."""
+    fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+
+
+def is_sealed(fd: int) -> bool:
+    """Returns whether nobody can map the memory for writing any more."""
+    return bool(fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
+
+
+class HostArena:
+    """One mapping of an arena: a header page, then the data."""
+
+    def __init__(self, fd: int, data_bytes: int, *, writable: bool, address: int = 0) -> None:
+        """Maps `fd`. Raises `ManifestError` when the memory is smaller than announced.
+
+        With `address` the mapping replaces whatever is mapped there.
+        """
+        size = HEADER_BYTES + data_bytes
+        if os.fstat(fd).st_size < size:
+            raise ManifestError(f"arena holds {os.fstat(fd).st_size} bytes, manifest needs {size}")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | (0x10 if address else 0)  # MAP_FIXED
+        mapped = _libc.mmap(address or None, size, protection, flags, fd, 0)
+        if mapped == _MAP_FAILED or mapped is None:
+            error = ctypes.get_errno()
+            raise ResourceExhausted(f"cannot map {size} bytes: {os.strerror(error)}")
+        self.base, self.size = mapped, size
+        self.data_bytes = data_bytes
+        self.writable = writable
+        # Asked for, not required: `page_kind` reports what the host gave.
+        _libc.madvise(mapped, size, _MADV_HUGEPAGE)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of the data."""
+        return self.base + HEADER_BYTES
+
+    @property
+    def closed(self) -> bool:
+        """Whether the mapping is gone."""
+        return self.base == 0
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Returns a view of the data. It must not be used after `close`."""
+        if self.closed or offset < 0 or offset + nbytes > self.data_bytes:
+            raise IndexError(f"{nbytes} bytes at {offset} of {self.data_bytes}")
+        raw = (ctypes.c_char * nbytes).from_address(self.address + offset)
+        view = memoryview(raw).cast("B")
+        return view if self.writable else view.toreadonly()
+
+    def land(self, offset: int, data: memoryview | bytes) -> bytes:
+        """Copies a block into the arena and digests what landed, while it is in cache."""
+        landed = self.view(offset, len(data))
+        ctypes.memmove(self.address + offset, address_of(data), len(data))
+        return block_digest(landed)
+
+    def write_header(self, generation: str) -> None:
+        """Marks the memory as an arena of this generation, with an even sequence."""
+        header = struct.pack("<8s24sQQ", _MAGIC, generation.encode()[:24], 0, self.data_bytes)
+        ctypes.memmove(self.base, header, len(header))
+
+    def check_header(self) -> None:
+        """Raises `ManifestError` when the memory isn't an arena of this size."""
+        magic, _, _, size = struct.unpack("<8s24sQQ", ctypes.string_at(self.base, 48))
+        if magic != _MAGIC or size != self.data_bytes:
+            raise ManifestError(f"not an arena of {self.data_bytes} bytes")
+
+    @property
+    def sequence(self) -> int:
+        """Number that is odd while a commit is applied and changes with each one."""
+        return ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value
+
+    @sequence.setter
+    def sequence(self, value: int) -> None:
+        ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value = value
+
+    def page_kind(self) -> str:
+        """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""
+        huge = 0
+        with open("/proc/self/smaps", encoding="ascii") as smaps:
+            inside = False
+            for line in smaps:
+                if "-" in line.split(" ", 1)[0]:
+                    inside = line.startswith(f"{self.base:x}-")
+                elif inside and line.startswith(("ShmemPmdMapped:", "Shared_Hugetlb:")):
+                    huge += int(line.split()[1]) * 1024
+        return f"huge ({huge} bytes)" if huge else "4 KiB"
+
+    def close(self) -> None:
+        """Unmaps the arena. Doing so twice is harmless."""
+        if not self.closed:
+            _libc.munmap(self.base, self.size)
+            self.base = 0
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of CPython's stable ABI (docs.python.org/3/c-api/buffer.html)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def address_of(data: memoryview | bytes) -> int:
+    """Returns the address of a contiguous buffer, read-only ones included."""
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(buffer), 0)
+    try:
+        return buffer.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
