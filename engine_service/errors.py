@@ -11,6 +11,7 @@
     │   └── UnsupportedModel   a family, format or dtype that isn't supported
     ├── ArenaError             weights that lie outside the arena, or cannot be sealed
     ├── CaptureError           a graph that could not be captured
+    ├── NonFiniteLogits        the weights compute NaN or infinity
     ├── ProbeMismatch          the weights do not compute what the seed recorded
     ├── FillFailed             no source could fill the instance
     │   └── FillTimeout        the deadline is over
@@ -72,6 +73,10 @@ class ArenaError(EngineError):
 
 class CaptureError(EngineError):
     """A graph that could not be captured."""
+
+
+class NonFiniteLogits(EngineError):
+    """The weights compute NaN or infinity where a token should come from."""
 
 
 class ProbeMismatch(EngineError):

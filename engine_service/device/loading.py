@@ -1,0 +1,172 @@
+"""Fills an arena from a checkpoint folder, digesting each block as it is completed.
+
+A unit is filled in ascending order, a piece of one block at a time: read (or
+converted) straight into the arena, then digested while it is still in cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine_service.device.arena import Arena
+from engine_service.device.checkpoint import StoredTensor, open_checkpoint
+from engine_service.device.dtypes import TORCH_DTYPES, stored_dtype
+from engine_service.device.fitting import check_fit
+from engine_service.errors import CheckpointError
+from relay_service.core.dtypes import DType
+from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest
+
+Progress = Callable[[int, int], None]
+Digest = Callable[[memoryview], bytes]
+
+
+def load(
+    arena: Arena,
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    computed: Mapping[str, Tensor],
+    *,
+    progress: Progress = lambda _done, _total: None,
+    digest: Digest = block_digest,
+) -> tuple[Manifest, int]:
+    """Fills an arena.
+
+    Args:
+        arena: Where to; untouched when the checkpoint does not fit.
+        folder: A checkpoint folder.
+        shapes: Every checkpoint tensor that the model needs, by name.
+        computed: Contents of the arena's tensors that no checkpoint holds, by name.
+        progress: Called with bytes read so far and in all.
+        digest: Digests one block.
+
+    Returns:
+        The manifest with digests, and the bytes read.
+
+    Raises:
+        CheckpointError: The folder is unsound or isn't what the model needs.
+    """
+    stored = open_checkpoint(folder)
+    check_fit(stored, shapes)
+    with ExitStack() as stack:
+        files = {
+            path: stack.enter_context(path.open("rb", buffering=0)).fileno()
+            for path in {stored[name].path for name in shapes}
+        }
+        total = sum(stored[name].nbytes for name in shapes)
+        filling = _Filling(arena, stored, files, computed, lambda done: progress(done, total))
+        digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
+    return arena.manifest.with_digests(digests), filling.bytes_read
+
+
+class _Filling:
+    """One pass over an arena."""
+
+    def __init__(
+        self, arena: Arena, stored: Mapping[str, StoredTensor], files: Mapping[Path, int],
+        computed: Mapping[str, Tensor], progress: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._arena = arena
+        self._stored = stored
+        self._files = files
+        self._computed = computed
+        self._progress = progress
+        self.bytes_read = 0
+
+    def fill(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
+        """Fills a unit; yields each block's digest as soon as the block is complete."""
+        start = unit.offset
+        for end in self._fill_pieces(unit):
+            if end - start == BLOCK_BYTES:
+                yield digest(self._arena.view(start, BLOCK_BYTES))
+                start = end
+        if rest := unit.offset + unit.nbytes - start:
+            yield digest(self._arena.view(start, rest))
+
+    def _fill_pieces(self, unit: Unit) -> Iterator[int]:
+        """Yields offsets up to which the unit is complete, every block's end among them."""
+        cursor = unit.offset
+        for entry in unit.tensors:
+            if entry.alias:
+                continue
+            for source, first, last in self._sources(entry):
+                # Gaps between tensors are complete as they are: zero.
+                for start, end in _pieces(unit.offset, cursor, entry.offset + first):
+                    cursor = end
+                    yield end
+                for start, end in _pieces(unit.offset, cursor, entry.offset + last):
+                    source(start - entry.offset - first, start, end)
+                    cursor = end
+                    yield end
+
+    def _sources(self, entry: TensorEntry) -> Iterator[tuple[_Source, int, int]]:
+        if not entry.logical:
+            yield self._from_memory(self._computed[entry.name]), 0, entry.nbytes
+            return
+        first = 0
+        for name in entry.logical.split("+"):
+            stored = self._stored[name]
+            size = _elements(stored) * entry.dtype.itemsize
+            yield self._from_file(stored, entry.dtype), first, first + size
+            first += size
+
+    def _from_memory(self, tensor: Tensor) -> _Source:
+        raw = tensor.contiguous().view(torch.uint8).flatten()
+
+        def fill(done: int, start: int, end: int) -> None:
+            piece = raw[done : done + end - start]
+            torch.frombuffer(self._arena.view(start, end - start), dtype=torch.uint8).copy_(piece)
+
+        return fill
+
+    def _from_file(self, stored: StoredTensor, dtype: DType) -> _Source:
+        found = stored_dtype(stored.dtype)
+
+        def fill(done: int, start: int, end: int) -> None:
+            landed = self._arena.view(start, end - start)
+            if found is None or found == dtype:
+                self._read(stored, done, landed)
+            else:
+                elements = (end - start) // dtype.itemsize
+                raw = bytearray(elements * found.itemsize)
+                self._read(stored, done // dtype.itemsize * found.itemsize, memoryview(raw))
+                piece = torch.frombuffer(raw, dtype=TORCH_DTYPES[found])
+                torch.frombuffer(landed, dtype=TORCH_DTYPES[dtype]).copy_(piece)
+            self._progress(self.bytes_read)
+
+        return fill
+
+    def _read(self, stored: StoredTensor, done: int, into: memoryview) -> None:
+        offset = stored.offset + done
+        while into:
+            count = os.preadv(self._files[stored.path], [into], offset)
+            if count == 0:
+                raise CheckpointError(
+                    f"{stored.path.name}: ends within {stored.name} although its header fits",
+                    file=stored.path.name, tensor=stored.name,
+                )  # fmt: skip
+            into, offset = into[count:], offset + count
+            self.bytes_read += count
+
+
+_Source = Callable[[int, int, int], None]
+
+
+def _pieces(base: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range at the ends of the blocks that count from `base`."""
+    while start < end:
+        border = base + ((start - base) // BLOCK_BYTES + 1) * BLOCK_BYTES
+        yield start, min(border, end)
+        start = min(border, end)
+
+
+def _elements(stored: StoredTensor) -> int:
+    count = 1
+    for size in stored.shape:
+        count *= size
+    return count

@@ -1,0 +1,96 @@
+"""The decoder of the Llama family, reading its weights where the arena holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_service.device.attention import paged_attention
+from engine_service.device.batch import Batch
+from engine_service.device.config import ModelConfig
+from engine_service.device.kv_cache import KVCache
+from engine_service.device.layers import Stage, rms_norm, rotate, swiglu
+
+
+class Embedding(Stage):
+    """Turns token ids into rows, and positions into rotations."""
+
+    WEIGHTS = ("embed", "cos", "sin")
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.embed = tensors["embed"]
+        self.cos = tensors["rotary.cos"]
+        self.sin = tensors["rotary.sin"]
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rows `[tokens, hidden_size]` and both inputs of `rotate`."""
+        hidden = functional.embedding(tokens, self.embed)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return hidden, cos.to(hidden.dtype).unsqueeze(1), sin.to(hidden.dtype).unsqueeze(1)
+
+
+class Layer(Stage):
+    """Attention, then a gated feed-forward, each on normalised input."""
+
+    WEIGHTS = ("input_norm", "qkv", "output", "post_norm", "gate_up", "down")
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> None:
+        for name in self.WEIGHTS:
+            setattr(self, name, tensors[f"layer.{index}.{name}"])
+        self.eps = config.norm_eps
+        self.head_dim = config.head_dim
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        slots: Tensor, tables: Tensor, lengths: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Returns the next rows `[tokens, hidden_size]`; for the rest see `paged_attention`."""
+        fused = functional.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv)
+        query_key, value = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim).split(
+            (self.heads + self.kv_heads, self.kv_heads), 1
+        )
+        query, key = rotate(query_key, cos, sin).split((self.heads, self.kv_heads), 1)
+        attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
+        hidden = hidden + functional.linear(attended.flatten(1), self.output)
+        gate_up = functional.linear(rms_norm(hidden, self.post_norm, self.eps), self.gate_up)
+        return hidden + functional.linear(swiglu(gate_up), self.down)
+
+
+class Head(Stage):
+    """Turns rows into logits."""
+
+    WEIGHTS = ("norm", "weight")
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+        self.norm = tensors["norm"]
+        self.weight = tensors["head"]
+        self.eps = config.norm_eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns logits, float32 `[rows, vocab_size]`."""
+        return functional.linear(rms_norm(hidden, self.norm, self.eps), self.weight).float()
+
+
+class Llama:
+    """A whole decoder. Made of stages, so that each can be captured by itself."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.embedding = Embedding(tensors)
+        self.layers = [Layer(config, tensors, index) for index in range(config.layers)]
+        self.head = Head(config, tensors)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""
+        hidden, cos, sin = self.embedding.forward(batch.tokens, batch.positions)
+        for layer, (keys, values) in zip(self.layers, cache.layers, strict=True):
+            hidden = layer.forward(
+                hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
+            )
+        return self.head.forward(hidden[-len(batch.lengths) :])

@@ -1,0 +1,112 @@
+"""The process of one rank: `python -m engine_service.device.worker FD`.
+
+Reads commands from the inherited socket and answers each in turn, until the front
+closes it. The front owns shutdown: signals meant for it don't stop a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from engine_service.core import messages
+from engine_service.device.rank import Rank
+from engine_service.errors import EngineError, WrongState
+from relay_service.core.channel import BlockingChannel, ChannelClosed
+from relay_service.errors import RelayError
+
+_log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PROGRESS_BYTES = 16 << 20
+
+
+class Worker:
+    """Answers the commands of one front."""
+
+    def __init__(self, channel: BlockingChannel) -> None:
+        self._channel = channel
+        self._rank: Rank | None = None
+
+    def serve(self) -> None:
+        """Answers commands until the front has gone, which raises `ChannelClosed`.
+
+        An error that nobody expected during a step is answered and raised too: what
+        it left behind is unknown, so the rank ends.
+        """
+        while True:
+            command = messages.decode_command(self._channel.receive())
+            try:
+                self._answer(command)
+            except (EngineError, RelayError) as error:
+                self._fail(type(error).__name__, error.message, error.details)
+            except ChannelClosed:
+                raise
+            except Exception as error:
+                _log.exception("%s failed", type(command).__name__)
+                self._fail("EngineError", f"{type(error).__name__}: {error}", {})
+                if isinstance(command, messages.Step):
+                    raise
+
+    def _answer(self, command: messages.Command) -> None:
+        if isinstance(command, messages.Start):
+            self._start(command)
+        else:
+            self._channel.send(messages.encode(self._run(command)))
+
+    def _start(self, command: messages.Start) -> None:
+        if self._rank is not None:
+            raise WrongState("the rank has been started already")
+        torch.set_num_threads(command.config.threads)
+        self._rank = Rank(command)
+        reply = messages.encode(self._rank.allocated())
+        self._channel.send(reply, (self._rank.arena.fd,))
+
+    def _run(self, command: messages.Command) -> messages.Reply:
+        if self._rank is None:
+            raise WrongState(f"{type(command).__name__} before Start")
+        rank = self._rank
+        match command:
+            case messages.Step():
+                return rank.step(command.rows)
+            case messages.LoadDisk():
+                return rank.load(Path(command.folder), self._progress)
+            case messages.RecordProbe():
+                return rank.record_probe()
+            case messages.Capture():
+                rank.graphs.capture()
+            case messages.Commit():
+                rank.arena.seal()
+            case messages.CheckProbe():
+                rank.check_probe(command.probe)
+        return messages.Done()
+
+    def _progress(self, done: int, total: int) -> None:
+        if done == total or done // _PROGRESS_BYTES != (done - 1) // _PROGRESS_BYTES:
+            self._channel.send(messages.encode(messages.Progress(done, total)))
+
+    def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:
+        self._channel.send(messages.encode(messages.Failed(kind, message, details)))
+
+
+def main() -> None:
+    """Serves the front at the other end of the socket that `argv` names."""
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # A front that died before the line above is noticed here: nobody holds its end.
+    channel = BlockingChannel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        Worker(channel).serve()
+    except ChannelClosed:
+        _log.info("the front has gone")
+
+
+if __name__ == "__main__":
+    main()
