@@ -1,0 +1,1 @@
+"""Model folders: makes them, checks them, and writes their files."""
