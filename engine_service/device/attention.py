@@ -77,14 +77,14 @@ def _decode_many(
 ) -> Tensor:
     rows, heads, head_dim = query.shape
     table, kv_heads = tables.flatten(), keys.shape[2]
-    context = (
-        _gather(cache, table).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
-        for cache in (keys, values)
-    )
+    key_rows = _gather(keys, table).view(rows, -1, kv_heads, head_dim)
+    value_rows = _gather(values, table).view(rows, -1, kv_heads, head_dim)
     reach = torch.arange(tables.shape[1] * keys.shape[1]) < lengths.unsqueeze(1)
     attended = functional.scaled_dot_product_attention(
-        query.view(rows, kv_heads, -1, head_dim), *context, attn_mask=reach[:, None, None, :]
-    )
+        query.view(rows, kv_heads, -1, head_dim),
+        key_rows.transpose(1, 2), value_rows.transpose(1, 2),
+        attn_mask=reach[:, None, None, :],
+    )  # fmt: skip
     return attended.reshape(rows, heads, head_dim).contiguous()
 
 
@@ -106,5 +106,5 @@ def _shape_only(query: Tensor, *_: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
-_library.impl("paged_attention", _attend, "CPU")
+_library.impl("paged_attention", _attend, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("seedrelay::paged_attention", _shape_only, lib=_library)

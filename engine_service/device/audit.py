@@ -41,14 +41,19 @@ def audit(model: Llama, arena: Arena, cache: KVCache) -> None:
                 model.forward(batch, cache)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator and refuses inputs of unknown origin."""
 
     def __init__(self, model: Llama, arena: Arena, registered: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._arena = arena
         self._known = {storage_address(tensor) for tensor in registered}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler, seconds long, to exempt this class."""
+        return False
 
     def __torch_dispatch__(
         self,

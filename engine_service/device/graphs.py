@@ -89,7 +89,8 @@ class GraphRunner:
         """
         stages = (self._model.embedding, self._model.layers[0], self._model.head)
         taken = {size for stage in stages for weight in stage.weights() for size in weight.shape}
-        free = (size for size in range(5, 1 << 24) if size not in taken | set(self._cache.keys.shape))
+        taken |= set(self._cache.keys.shape)
+        free = (size for size in range(5, 1 << 24) if size not in taken)
         count, width = next(free), next(free)
         zeros = torch.zeros(count, dtype=torch.int64)
         tables = torch.full((count, width), self._cache.padding_block)

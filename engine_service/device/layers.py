@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,6 +18,8 @@ class Stage:
     """
 
     WEIGHTS: ClassVar[tuple[str, ...]] = ()
+    forward: Callable[..., Any]
+    """Computes the stage."""
 
     def weights(self) -> list[Tensor]:
         """Returns the weights, in the order of `WEIGHTS`."""
@@ -29,10 +31,6 @@ class Stage:
         for name, weight in zip(self.WEIGHTS, weights, strict=True):
             setattr(twin, name, weight)
         return twin
-
-    def forward(self, *inputs: Tensor) -> Any:
-        """Computes the stage."""
-        raise NotImplementedError
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -96,7 +96,7 @@ class _Filling:
                 continue
             for source, first, last in self._sources(entry):
                 # Gaps between tensors are complete as they are: zero.
-                for start, end in _pieces(unit.offset, cursor, entry.offset + first):
+                for _, end in _pieces(unit.offset, cursor, entry.offset + first):
                     cursor = end
                     yield end
                 for start, end in _pieces(unit.offset, cursor, entry.offset + last):

@@ -38,6 +38,13 @@ class Layer(Stage):
 
     WEIGHTS = ("input_norm", "qkv", "output", "post_norm", "gate_up", "down")
 
+    input_norm: Tensor
+    qkv: Tensor
+    output: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> None:
         for name in self.WEIGHTS:
             setattr(self, name, tensors[f"layer.{index}.{name}"])
@@ -52,10 +59,9 @@ class Layer(Stage):
     ) -> Tensor:  # fmt: skip
         """Returns the next rows `[tokens, hidden_size]`; for the rest see `paged_attention`."""
         fused = functional.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv)
-        query_key, value = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim).split(
-            (self.heads + self.kv_heads, self.kv_heads), 1
-        )
-        query, key = rotate(query_key, cos, sin).split((self.heads, self.kv_heads), 1)
+        by_head = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        query_key, value = _split(by_head, self.heads + self.kv_heads)
+        query, key = _split(rotate(query_key, cos, sin), self.heads)
         attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
         hidden = hidden + functional.linear(attended.flatten(1), self.output)
         gate_up = functional.linear(rms_norm(hidden, self.post_norm, self.eps), self.gate_up)
@@ -94,3 +100,7 @@ class Llama:
                 hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
         return self.head.forward(hidden[-len(batch.lengths) :])
+
+
+def _split(heads: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    return heads.narrow(1, 0, first), heads.narrow(1, first, heads.shape[1] - first)

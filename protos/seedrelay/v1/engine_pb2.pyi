@@ -191,21 +191,21 @@ class EngineStatus(_message.Message):
     relay: str
     def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ...) -> None: ...
 
-class GetEngineStatusRequest(_message.Message):
+class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class GetEngineStatusResponse(_message.Message):
+class GetStatusResponse(_message.Message):
     __slots__ = ("status",)
     STATUS_FIELD_NUMBER: _ClassVar[int]
     status: EngineStatus
     def __init__(self, status: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
 
-class WatchEngineStatusRequest(_message.Message):
+class WatchStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class WatchEngineStatusResponse(_message.Message):
+class WatchStatusResponse(_message.Message):
     __slots__ = ("status",)
     STATUS_FIELD_NUMBER: _ClassVar[int]
     status: EngineStatus

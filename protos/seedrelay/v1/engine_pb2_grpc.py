@@ -40,15 +40,15 @@ class EngineServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.GetEngineStatus = channel.unary_unary(
-                '/seedrelay.v1.EngineService/GetEngineStatus',
-                request_serializer=seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusRequest.SerializeToString,
-                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusResponse.FromString,
+        self.GetStatus = channel.unary_unary(
+                '/seedrelay.v1.EngineService/GetStatus',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
-        self.WatchEngineStatus = channel.unary_stream(
-                '/seedrelay.v1.EngineService/WatchEngineStatus',
-                request_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusRequest.SerializeToString,
-                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusResponse.FromString,
+        self.WatchStatus = channel.unary_stream(
+                '/seedrelay.v1.EngineService/WatchStatus',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
         self.PullWeights = channel.unary_stream(
                 '/seedrelay.v1.EngineService/PullWeights',
@@ -72,14 +72,14 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetEngineStatus(self, request, context):
+    def GetStatus(self, request, context):
         """Gets the state of the instance, its weights and its load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchEngineStatus(self, request, context):
+    def WatchStatus(self, request, context):
         """Watches the state: sends it at once and again whenever it changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -105,15 +105,15 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=seedrelay_dot_v1_dot_engine__pb2.GenerateRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_engine__pb2.GenerateResponse.SerializeToString,
             ),
-            'GetEngineStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetEngineStatus,
-                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusRequest.FromString,
-                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusResponse.SerializeToString,
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetStatusRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.GetStatusResponse.SerializeToString,
             ),
-            'WatchEngineStatus': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchEngineStatus,
-                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusRequest.FromString,
-                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusResponse.SerializeToString,
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.SerializeToString,
             ),
             'PullWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.PullWeights,
@@ -160,7 +160,7 @@ class EngineService:
             _registered_method=True)
 
     @staticmethod
-    def GetEngineStatus(request,
+    def GetStatus(request,
             target,
             options=(),
             channel_credentials=None,
@@ -173,9 +173,9 @@ class EngineService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/seedrelay.v1.EngineService/GetEngineStatus',
-            seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusRequest.SerializeToString,
-            seedrelay_dot_v1_dot_engine__pb2.GetEngineStatusResponse.FromString,
+            '/seedrelay.v1.EngineService/GetStatus',
+            seedrelay_dot_v1_dot_engine__pb2.GetStatusRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -187,7 +187,7 @@ class EngineService:
             _registered_method=True)
 
     @staticmethod
-    def WatchEngineStatus(request,
+    def WatchStatus(request,
             target,
             options=(),
             channel_credentials=None,
@@ -200,9 +200,9 @@ class EngineService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/seedrelay.v1.EngineService/WatchEngineStatus',
-            seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusRequest.SerializeToString,
-            seedrelay_dot_v1_dot_engine__pb2.WatchEngineStatusResponse.FromString,
+            '/seedrelay.v1.EngineService/WatchStatus',
+            seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -108,7 +108,7 @@ class ListSourcesResponse(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
 
-class GetStatusRequest(_message.Message):
+class GetRelayStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -122,7 +122,7 @@ class Transfer(_message.Message):
     progress: _weights_pb2.PullProgress
     def __init__(self, transfer: _Optional[str] = ..., instance: _Optional[str] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ...) -> None: ...
 
-class GetStatusResponse(_message.Message):
+class GetRelayStatusResponse(_message.Message):
     __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -185,12 +185,14 @@ class AcquireLeaseRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
-    __slots__ = ("lease", "expiry")
+    __slots__ = ("lease", "expiry", "probe")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     lease: str
     expiry: _duration_pb2.Duration
-    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    probe: bytes
+    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., probe: _Optional[bytes] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("lease",)

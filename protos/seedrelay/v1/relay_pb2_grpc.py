@@ -51,10 +51,10 @@ class RelayServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.ListSourcesRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_relay__pb2.ListSourcesResponse.FromString,
                 _registered_method=True)
-        self.GetStatus = channel.unary_unary(
-                '/seedrelay.v1.RelayService/GetStatus',
-                request_serializer=seedrelay_dot_v1_dot_relay__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetStatusResponse.FromString,
+        self.GetRelayStatus = channel.unary_unary(
+                '/seedrelay.v1.RelayService/GetRelayStatus',
+                request_serializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.FromString,
                 _registered_method=True)
         self.GetManifest = channel.unary_stream(
                 '/seedrelay.v1.RelayService/GetManifest',
@@ -121,7 +121,7 @@ class RelayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetStatus(self, request, context):
+    def GetRelayStatus(self, request, context):
         """Gets the state of this relay: its fleet and its running transfers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -214,10 +214,10 @@ def add_RelayServiceServicer_to_server(servicer, server):
                     request_deserializer=seedrelay_dot_v1_dot_relay__pb2.ListSourcesRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_relay__pb2.ListSourcesResponse.SerializeToString,
             ),
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetStatusRequest.FromString,
-                    response_serializer=seedrelay_dot_v1_dot_relay__pb2.GetStatusResponse.SerializeToString,
+            'GetRelayStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRelayStatus,
+                    request_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.SerializeToString,
             ),
             'GetManifest': grpc.unary_stream_rpc_method_handler(
                     servicer.GetManifest,
@@ -349,7 +349,7 @@ class RelayService:
             _registered_method=True)
 
     @staticmethod
-    def GetStatus(request,
+    def GetRelayStatus(request,
             target,
             options=(),
             channel_credentials=None,
@@ -362,9 +362,9 @@ class RelayService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/seedrelay.v1.RelayService/GetStatus',
-            seedrelay_dot_v1_dot_relay__pb2.GetStatusRequest.SerializeToString,
-            seedrelay_dot_v1_dot_relay__pb2.GetStatusResponse.FromString,
+            '/seedrelay.v1.RelayService/GetRelayStatus',
+            seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.SerializeToString,
+            seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,246 @@
+"""The `seedrelay` command: starts services, and talks to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from clients import cli_model, cli_serve, report
+from clients.cli_run import Failure, run, say
+from clients.engine import EngineClient
+from clients.errors import CallFailed
+from clients.progress import PullProgressBar
+from clients.relay import RelayClient
+from relay_service.core.match import Target
+from relay_service.core.rate import parse_rate
+from relay_service.rpc.convert import format_from_proto, placement_from_proto
+from seedrelay.v1 import engine_pb2, weights_pb2
+
+app = typer.Typer(
+    help="Brings up LLM inference replicas from one that already serves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("engine")(cli_serve.engine)
+app.command("relay")(cli_serve.relay)
+app.add_typer(cli_model.app, name="model")
+
+EngineAddress = Annotated[str, typer.Option("--engine", help="Address of an engine, HOST:PORT.")]
+RelayAddress = Annotated[str, typer.Option("--relay", help="Address of a relay, HOST:PORT.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue, or what to ask with --chat.")],
+    engine: EngineAddress,
+    *,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens to choose from.", min=0)] = 0,
+    top_p: Annotated[float, typer.Option(help="Probability mass to choose from.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least relative probability.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", min=0)] = None,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on at the model's end tokens.")] = False,
+    deadline: Annotated[float | None, typer.Option(help="Seconds until the call fails.")] = None,
+    json_: Json = False,
+) -> None:
+    """Stream an answer."""
+    sampling = engine_pb2.SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        seed=seed, ignore_eos=ignore_eos,
+    )  # fmt: skip
+    request = engine_pb2.GenerateRequest(sampling=sampling)
+    if chat:
+        request.chat.messages.add(role="user", content=prompt)
+    else:
+        request.text = prompt
+
+    async def stream() -> None:
+        async with EngineClient(engine) as client:
+            async for message in client.generate(request, deadline):
+                if json_:
+                    say(json.dumps(report.chunk(message)))
+                else:
+                    sys.stdout.write(message.text)
+                    sys.stdout.flush()
+        if not json_:
+            say("")
+
+    run(stream(), as_json=json_)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="Address of an engine or a relay.")],
+    *,
+    watch: Annotated[bool, typer.Option(help="Go on at every change.")] = False,
+    json_: Json = False,
+) -> None:
+    """Show the state of an engine, or the fleet of a relay."""
+
+    async def show() -> None:
+        if not await _show_engine(address, watch=watch, as_json=json_):
+            await _show_relay(address, watch=watch, as_json=json_)
+
+    run(show(), as_json=json_)
+
+
+@app.command()
+def pull(
+    engine: EngineAddress,
+    relay: RelayAddress,
+    *,
+    source: Annotated[str, typer.Option("--from", help="Only instance to pull from.")] = "",
+    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s.")] = "",
+    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0)] = 300,
+    json_: Json = False,
+) -> None:
+    """Fill a dummy that was started without --relay."""
+    options = weights_pb2.PullOptions(
+        source_instance=source,
+        transport="" if transport == "auto" else transport,
+        rate_limit_bytes_per_second=_rate(rate_limit),
+    )
+    options.timeout.FromMilliseconds(int(deadline * 1000))
+
+    async def fill() -> None:
+        done = None
+        async with EngineClient(engine) as client:
+            with PullProgressBar() as bar:
+                async for message in client.pull(relay, options):
+                    bar.show(message.progress)
+                    done = message.report if message.HasField("report") else None
+        if done is None:
+            raise Failure("the engine ended the pull without a report")
+        _show_pull(done, as_json=json_)
+
+    run(fill(), as_json=json_)
+
+
+@app.command()
+def sources(
+    relay: RelayAddress,
+    *,
+    target: Annotated[str, typer.Option("--for", help="Address of the engine to fill.")] = "",
+    json_: Json = False,
+) -> None:
+    """List who could fill a target, and why the others could not."""
+
+    async def show() -> None:
+        async with RelayClient(relay) as client:
+            matches = await client.sources(await _target(target))
+        if json_:
+            say(json.dumps({"sources": [report.source(m) for m in matches]}))
+            return
+        for match in matches:
+            version = match.instance.weights.version or "-"
+            verdict = "fits" if match.fits else f"does not fit: {match.reason}"
+            say(f"{match.instance.instance}  {match.instance.state}  {version}  {verdict}")
+        if not matches:
+            say("no instances")
+
+    run(show(), as_json=json_)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()
+
+
+async def _target(address: str) -> Target:
+    if not address:
+        return Target()
+    async with EngineClient(address) as client:
+        status = await client.status()
+    if not status.HasField("format"):
+        raise Failure(f"{address} has not allocated its arena yet")
+    return Target(
+        status.instance, format_from_proto(status.format), placement_from_proto(status.placement)
+    )
+
+
+async def _show_engine(address: str, *, watch: bool, as_json: bool) -> bool:
+    """Shows an engine's status; returns False when the service is not an engine."""
+    async with EngineClient(address) as client:
+        try:
+            current = await client.status()
+        except CallFailed as error:
+            if error.code == "UNIMPLEMENTED":
+                return False
+            raise
+        if not watch:
+            _print_engine(current, as_json=as_json)
+            return True
+        async for current in client.watch():
+            _print_engine(current, as_json=as_json)
+    return True
+
+
+async def _show_relay(address: str, *, watch: bool, as_json: bool) -> None:
+    async with RelayClient(address) as client:
+        last = None
+        while True:
+            current = report.relay_status(await client.status())
+            if current != last:
+                _print_relay(current, as_json=as_json)
+            if not watch:
+                return
+            last = current
+            await asyncio.sleep(1)
+
+
+def _print_engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
+    shown = report.engine_status(status)
+    if as_json:
+        say(json.dumps(shown))
+        return
+    say(f"{shown['instance']}  {shown['state']}  {shown['reason']}".rstrip())
+    say(f"  model {shown['model']}, weights {shown['weight_version'] or '-'} "
+        f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
+    say(f"  running {shown['running']}, waiting {shown['waiting']}, "
+        f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
+    for rank in shown["ranks"]:
+        say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
+            f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'not sealed'}")  # fmt: skip
+
+
+def _print_relay(shown: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(shown))
+        return
+    say(f"relay {shown['address']}, directory {shown['directory'] or 'itself'}")
+    for one in _dicts(shown["instances"]):
+        say(f"  {one['instance']}  {one['state']}  {one['weight_version'] or '-'}  "
+            f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
+    for one in _dicts(shown["transfers"]):
+        say(f"  filling {one['instance']} from {one['source_instance'] or '?'} over "
+            f"{one['transport'] or '?'}: {one['bytes_verified']}/{one['bytes_total']} bytes")  # fmt: skip
+
+
+def _dicts(value: object) -> list[dict[str, object]]:
+    return value if isinstance(value, list) else []
+
+
+def _show_pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
+    shown = report.pull(done)
+    if as_json:
+        say(json.dumps(shown))
+        return
+    steps = ", then ".join(f"{s['source_instance']} ({s['reason']})" for s in shown["path"])
+    say(f"{shown['state']}: {shown['bytes_moved']} bytes over {shown['transport']} from {steps}, "
+        f"{shown['seconds_transfer']:.2f} s, weights {shown['weight_version']}")  # fmt: skip
+
+
+def _rate(text: str) -> int:
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

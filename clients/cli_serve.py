@@ -1,0 +1,111 @@
+"""`seedrelay engine` and `seedrelay relay`: run a service in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+
+
+def engine(
+    model: Annotated[str, typer.Option(help="Model folder; a dummy's needs no weights.")],
+    listen: Listen,
+    *,
+    load_format: Annotated[str, typer.Option(help="disk or dummy.")] = "disk",
+    relay: Annotated[str, typer.Option(help="Relay of this host, HOST:PORT.")] = "",
+    source: Annotated[
+        str, typer.Option("--from", help="Instance or model to be filled from.")
+    ] = "",
+    weight_version: Annotated[str, typer.Option(help="Name of the weights on disk.")] = "v0",
+    instance_name: Annotated[str, typer.Option(help="Name in the fleet.")] = "",
+    advertise: Annotated[str, typer.Option(help="Address that others shall use.")] = "",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.")] = 0,
+    deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,
+    fallback: Annotated[str, typer.Option(help="disk or none, when no source is left.")] = "none",
+    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for being filled.")] = "",
+    max_context_tokens: Annotated[int, typer.Option(help="Most tokens of one request.")] = 8192,
+    kv_cache_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache holds.")] = 16384,
+    max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
+    max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
+    grace: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30,
+    insecure: Insecure = False,
+) -> None:
+    """Run an engine service: one model behind gRPC."""
+    from engine_service.app import serve
+    from engine_service.config import EngineConfig
+    from engine_service.errors import ConfigError, EngineError
+    from relay_service.core.rate import parse_rate
+
+    try:
+        config = EngineConfig(
+            model=model, listen=listen, load_format=load_format, relay=relay, source=source,
+            weight_version=weight_version, instance_name=instance_name, advertise=advertise,
+            tensor_parallel_size=tp, expert_parallel_size=ep, dtype=dtype, device=device,
+            threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
+            rate_limit_bytes_per_second=parse_rate(rate_limit),
+            max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
+            max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
+            insecure=insecure,
+        )  # fmt: skip
+    except (ConfigError, ValueError) as error:
+        _refuse(error)
+    _serve(serve(config), EngineError)
+
+
+def relay(
+    listen: Listen,
+    *,
+    join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
+    advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
+    egress_limit: Annotated[str, typer.Option(help="Such as 250MiB/s, for all readers.")] = "",
+    grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.")] = 10,
+    insecure: Insecure = False,
+) -> None:
+    """Run a relay service: one per host."""
+    from relay_service.app import serve
+    from relay_service.config import RelayConfig
+    from relay_service.core.rate import parse_rate
+    from relay_service.errors import ConfigError, RelayError
+
+    try:
+        config = RelayConfig(
+            listen=listen, join=join, advertise=advertise, grace_seconds=grace,
+            egress_limit_bytes_per_second=parse_rate(egress_limit), insecure=insecure,
+        )  # fmt: skip
+    except (ConfigError, ValueError) as error:
+        _refuse(error)
+    _serve(serve(config), RelayError)
+
+
+def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    try:
+        asyncio.run(service)
+    except failures as error:
+        _say_error(error)
+        raise typer.Exit(1) from None
+
+
+def _refuse(error: Exception) -> NoReturn:
+    _say_error(error)
+    raise typer.Exit(2) from None
+
+
+def _say_error(error: Exception) -> None:
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201
+    if hint := getattr(error, "details", {}).get("hint"):
+        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,84 @@
+"""Asynchronous client of the engine service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from clients.channel import open_channel
+from clients.errors import ClientError
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
+
+CALL_SECONDS = 10.0
+
+
+class EngineClient:
+    """A connection to one engine. Use it as an async context manager, or close it.
+
+    Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = open_channel(address)
+        self._stub = engine_pb2_grpc.EngineServiceStub(self.channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; running streams end."""
+        await self.channel.close()
+
+    async def generate(
+        self, request: engine_pb2.GenerateRequest, timeout: float | None = None
+    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        """Streams an answer. Leaving the iterator cancels the call."""
+        async for response in self._stream(self._stub.Generate(request, timeout=timeout)):
+            yield response
+
+    async def status(self) -> engine_pb2.EngineStatus:
+        """Returns the state of the instance."""
+        try:
+            response = await self._stub.GetStatus(
+                engine_pb2.GetStatusRequest(), timeout=CALL_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        status: engine_pb2.EngineStatus = response.status
+        return status
+
+    async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
+        """Yields the state now and at every change."""
+        async for response in self._stream(
+            self._stub.WatchStatus(engine_pb2.WatchStatusRequest())
+        ):
+            yield response.status
+
+    async def pull(
+        self, relay: str, options: weights_pb2.PullOptions
+    ) -> AsyncIterator[engine_pb2.PullWeightsResponse]:
+        """Fills a dummy; the last message carries the report."""
+        request = engine_pb2.PullWeightsRequest(relay=relay, options=options)
+        async for response in self._stream(self._stub.PullWeights(request)):
+            yield response
+
+    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        finally:
+            call.cancel()

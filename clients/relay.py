@@ -1,0 +1,137 @@
+"""Asynchronous client of the relay service, typed by the relay's own records."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from clients.channel import open_channel
+from clients.errors import ClientError
+from relay_service.core.instance import Instance
+from relay_service.core.manifest import Manifest
+from relay_service.core.match import Match, Target
+from relay_service.rpc import convert
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
+
+CALL_SECONDS = 10.0
+
+
+class RelayClient:
+    """A connection to one relay. Use it as an async context manager, or close it.
+
+    Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = open_channel(address)
+        self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self.channel.close()
+
+    async def attachment(self, timeout: float = CALL_SECONDS) -> tuple[str, str]:
+        """Returns the attachment socket's path and the relay's generation."""
+        request = relay_pb2.GetAttachmentRequest()
+        response = await self._unary(self._stub.GetAttachment(request, timeout=timeout))
+        return response.socket_path, response.relay_generation
+
+    async def announce(self, address: str, generation: str, instances: list[Instance]) -> None:
+        """Announces every instance of the relay at `address`."""
+        request = relay_pb2.AnnounceRequest(
+            address=address, relay_generation=generation,
+            instances=[convert.instance_to_proto(i) for i in instances],
+        )  # fmt: skip
+        await self._unary(self._stub.Announce(request, timeout=CALL_SECONDS))
+
+    async def sources(self, target: Target) -> list[Match]:
+        """Lists who could fill a target, and why the others could not."""
+        request = relay_pb2.ListSourcesRequest(instance=target.instance)
+        if target.format is not None:
+            request.format.CopyFrom(convert.format_to_proto(target.format))
+        if target.placement is not None:
+            request.placement.CopyFrom(convert.placement_to_proto(target.placement))
+        response = await self._unary(self._stub.ListSources(request, timeout=CALL_SECONDS))
+        return [Match(convert.instance_from_proto(s.instance), s.reason) for s in response.sources]
+
+    async def status(self) -> relay_pb2.GetRelayStatusResponse:
+        """Returns the relay's fleet and its running transfers."""
+        request = relay_pb2.GetRelayStatusRequest()
+        response: relay_pb2.GetRelayStatusResponse = await self._unary(
+            self._stub.GetRelayStatus(request, timeout=CALL_SECONDS)
+        )
+        return response
+
+    async def manifest(self, instance: str, generation: str, rank: int) -> Manifest:
+        """Returns one rank's manifest; it isn't checked yet."""
+        request = relay_pb2.GetManifestRequest(instance=instance, generation=generation, rank=rank)
+        call = self._stub.GetManifest(request, timeout=CALL_SECONDS)
+        return convert.manifest_from_pages(rank, [page async for page in self._stream(call)])
+
+    async def artifact(self, sha256: str, limit_bytes: int) -> bytes:
+        """Returns an artifact's content. Raises `ValueError` beyond `limit_bytes`."""
+        content = bytearray()
+        request = relay_pb2.GetArtifactRequest(sha256=sha256)
+        async for part in self._stream(self._stub.GetArtifact(request, timeout=CALL_SECONDS)):
+            content += part.data
+            if len(content) > limit_bytes:
+                raise ValueError(f"artifact {sha256} is longer than {limit_bytes} bytes")
+        return bytes(content)
+
+    async def acquire_lease(self, source: Instance, holder: str) -> tuple[str, bytes]:
+        """Takes a lease on a source's weights; returns it and the source's probe."""
+        request = relay_pb2.AcquireLeaseRequest(
+            instance=source.instance, generation=source.generation, epoch=source.weights.epoch,
+            weights_digest=source.weights.digest, holder=holder,
+        )  # fmt: skip
+        response = await self._unary(self._stub.AcquireLease(request, timeout=CALL_SECONDS))
+        return response.lease, response.probe
+
+    async def release_lease(self, lease: str) -> None:
+        """Gives a lease back."""
+        request = relay_pb2.ReleaseLeaseRequest(lease=lease)
+        await self._unary(self._stub.ReleaseLease(request, timeout=CALL_SECONDS))
+
+    async def pull(
+        self, instance: str, options: weights_pb2.PullOptions
+    ) -> AsyncIterator[relay_pb2.PullResponse]:
+        """Fills an attached target; the last message carries the report."""
+        request = relay_pb2.PullRequest(instance=instance, options=options)
+        async for response in self._stream(self._stub.Pull(request)):
+            yield response
+
+    async def return_mapping(self, instance: str, generation: str, timeout: float) -> int:
+        """Has the writable arenas unmapped; returns how many were."""
+        request = relay_pb2.ReturnMappingRequest(instance=instance, generation=generation)
+        response = await self._unary(self._stub.ReturnMapping(request, timeout=timeout))
+        return int(response.unmapped_count)
+
+    async def _unary(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+
+    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        finally:
+            call.cancel()

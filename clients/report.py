@@ -1,0 +1,153 @@
+"""Messages → the JSON objects of the command line. Field names are fixed (DESIGN 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relay_service.core.instance import Instance
+from relay_service.core.match import Match
+from relay_service.rpc import convert
+from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
+
+
+def state_name(value: weights_pb2.InstanceState) -> str:
+    """Returns a state without its prefix."""
+    return str(weights_pb2.InstanceState.Name(value)).removeprefix("INSTANCE_STATE_")
+
+
+def finish_name(value: engine_pb2.FinishReason) -> str:
+    """Returns a finish reason in lower case."""
+    return str(engine_pb2.FinishReason.Name(value)).removeprefix("FINISH_REASON_").lower()
+
+
+def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
+    """Returns the status of an engine."""
+    return {
+        "service": "engine",
+        "state": state_name(status.state),
+        "reason": status.reason,
+        "instance": status.instance,
+        "generation": status.generation,
+        "model": status.model,
+        "weight_version": status.weight_version,
+        "weights_digest": status.weights_digest,
+        "epoch": status.epoch,
+        "relay": status.relay,
+        "ranks": [
+            {
+                "rank": r.rank, "pid": r.pid, "arena_bytes": r.arena_bytes, "digest": r.digest,
+                "arena_address": r.arena_address, "page_kind": r.page_kind, "sealed": r.sealed,
+            }
+            for r in status.ranks
+        ],
+        "running": status.running,
+        "waiting": status.waiting,
+        "kv_blocks_used": status.kv_blocks_used,
+        "kv_blocks_total": status.kv_blocks_total,
+        "limits": {
+            "max_context_tokens": status.limits.max_context_tokens,
+            "max_running": status.limits.max_running,
+            "max_waiting": status.limits.max_waiting,
+            "kv_block_tokens": status.limits.kv_block_tokens,
+        },
+        "format_fingerprint": status.format.fingerprint,
+        "phases": [
+            {"name": p.name, "begin_seconds": p.begin_seconds, "end_seconds": p.end_seconds}
+            for p in status.phases
+        ],
+    }  # fmt: skip
+
+
+def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
+    """Returns the status of a relay: its fleet and its transfers."""
+    return {
+        "service": "relay",
+        "address": status.address,
+        "directory": status.directory,
+        "directory_reachable": status.directory_reachable,
+        "leases": status.lease_count,
+        "instances": [instance(convert.instance_from_proto(i)) for i in status.instances],
+        "transfers": [
+            {"transfer": t.transfer, "instance": t.instance, **progress(t.progress)}
+            for t in status.transfers
+        ],
+    }
+
+
+def instance(known: Instance) -> dict[str, Any]:
+    """Returns an announced instance."""
+    return {
+        "instance": known.instance,
+        "generation": known.generation,
+        "model": known.model,
+        "state": str(known.state),
+        "weight_version": known.weights.version,
+        "weights_digest": known.weights.digest,
+        "epoch": known.weights.epoch,
+        "have_blocks": sum(r.have_blocks for r in known.ranks),
+        "blocks": sum(r.blocks for r in known.ranks),
+        "address": known.address,
+        "load": known.leases,
+    }
+
+
+def source(match: Match) -> dict[str, Any]:
+    """Returns a possible source, and why it isn't one."""
+    return {**instance(match.instance), "fits": match.fits, "reason": match.reason}
+
+
+def progress(message: weights_pb2.PullProgress) -> dict[str, Any]:
+    """Returns how far a pull is."""
+    return {
+        "phase": message.phase,
+        "source_instance": message.source_instance,
+        "transport": message.transport,
+        "bytes_verified": message.bytes_verified,
+        "bytes_total": message.bytes_total,
+        "note": message.note,
+    }
+
+
+def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
+    """Returns what a pull did."""
+    return {
+        "state": state_name(report.state),
+        "path": [
+            {
+                "source_instance": s.source_instance, "address": s.address,
+                "transport": s.transport, "bytes_verified": s.bytes_verified, "reason": s.reason,
+            }
+            for s in report.path
+        ],
+        "transport": report.transport,
+        "bytes_moved": report.bytes_moved,
+        "bytes_reread": report.bytes_reread,
+        "blocks_reused": report.blocks_reused,
+        "weight_version": report.weight_version,
+        "weights_digest": report.weights_digest,
+        "seconds_matching": report.seconds_matching,
+        "seconds_transfer": report.seconds_transfer,
+        "seconds_commit": report.seconds_commit,
+        "seconds_probe": report.seconds_probe,
+    }  # fmt: skip
+
+
+def chunk(message: engine_pb2.GenerateResponse) -> dict[str, Any]:
+    """Returns one chunk of an answer; the last one says how it ended."""
+    shown: dict[str, Any] = {
+        "token_ids": list(message.token_ids),
+        "text": message.text,
+        "weight_version": message.weight_version,
+        "epoch": message.epoch,
+    }
+    if message.finish_reason:
+        shown["finish_reason"] = finish_name(message.finish_reason)
+        shown["usage"] = {
+            "prompt_tokens": message.usage.prompt_tokens,
+            "completion_tokens": message.usage.completion_tokens,
+        }
+        shown["version_spans"] = [
+            {"weight_version": s.weight_version, "epoch": s.epoch, "start": s.start, "end": s.end}
+            for s in message.version_spans
+        ]
+    return shown

@@ -1,0 +1,144 @@
+"""Joins the rings of the engine service, runs it, and ends it cleanly.
+
+The front imports no torch: only the rank workers do, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import uuid
+from pathlib import Path
+
+from engine_service.config import EngineConfig
+from engine_service.core.blocks import BlockPool
+from engine_service.core.engine import Engine
+from engine_service.core.instance import Identity, InstanceRuntime
+from engine_service.core.ranks import RankGroup
+from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.errors import EngineError
+from engine_service.rpc import server as rpc
+from engine_service.rpc.relay_link import GrpcRelayLink
+from engine_service.rpc.servicer import EngineServicer
+from relay_service.core.instance import State
+from seedrelay.v1 import engine_pb2_grpc
+
+FAILED_LINGER_SECONDS = 3.0
+"""Time in which a failed service still says why it failed before it exits."""
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: EngineConfig) -> None:
+    """Runs an engine until SIGTERM or SIGINT.
+
+    Raises `EngineError` when it cannot listen, or can never be ready.
+    """
+    stopping = _stop_on_signals()
+    server = rpc.new_server()
+    address = rpc.bind(server, config.listen)
+    runtime = await _build(config)
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(runtime), server)
+    health = rpc.add_standard_services(server)
+    await server.start()
+    _announce_listening(runtime.identity.name, config.advertise or address)
+    tasks = [
+        asyncio.create_task(rpc.follow(runtime.lifecycle, health)),
+        asyncio.create_task(_fail_on_death(runtime)),
+        asyncio.create_task(_run_steps(runtime)),
+        asyncio.create_task(runtime.bring_up()),
+    ]
+    try:
+        await _until_over(runtime, stopping)
+    finally:
+        await _drain(runtime, config.grace_seconds)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.wait(tasks[1:])
+        await runtime.close()
+        failed = runtime.lifecycle.reason
+        runtime.lifecycle.to(State.STOPPED, failed)
+        await server.stop(1.0)
+        tasks[0].cancel()
+    if failed:
+        raise EngineError(failed)
+
+
+async def _build(config: EngineConfig) -> InstanceRuntime:
+    limits = Limits(
+        config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
+    )
+    ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
+    scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
+    model = Path(config.model).resolve().name
+    identity = Identity(config.name, uuid.uuid4().hex, model)
+    return InstanceRuntime(config, identity, ranks, Engine(scheduler, ranks), GrpcRelayLink)
+
+
+async def _run_steps(runtime: InstanceRuntime) -> None:
+    with contextlib.suppress(EngineError):  # whoever watches the ranks says why
+        await runtime.engine.run()
+
+
+async def _fail_on_death(runtime: InstanceRuntime) -> None:
+    error = await runtime.ranks.died()
+    _log.error("%s", error)
+    runtime.lifecycle.to(State.FAILED, str(error))
+    runtime.engine.scheduler.fail_all(error)
+    if runtime.link:
+        await runtime.link.close()
+
+
+async def _until_over(runtime: InstanceRuntime, stopping: asyncio.Event) -> None:
+    """Returns when somebody asks to stop, or a while after the instance has failed."""
+
+    async def failed() -> None:
+        async for state in runtime.lifecycle.watch():
+            if state is State.FAILED:
+                await asyncio.sleep(FAILED_LINGER_SECONDS)
+                return
+
+    waits = [asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(failed())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _drain(runtime: InstanceRuntime, grace_seconds: float) -> None:
+    """Admits nothing more, lets what runs finish, then ends it with what it has."""
+    failed = runtime.lifecycle.reason if runtime.lifecycle.state is State.FAILED else ""
+    runtime.lifecycle.to(State.DRAINING, failed)
+    scheduler = runtime.engine.scheduler
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_seconds):
+            while scheduler.running or scheduler.waiting:
+                await asyncio.sleep(0.02)
+    scheduler.abort_all(runtime.engine.weights)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; a second one exits at once."""
+    stopping = asyncio.Event()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            os._exit(1)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stopping
+
+
+def _announce_listening(instance: str, address: str) -> None:
+    """Prints the one line that a service says on stdout."""
+    line = {"event": "listening", "service": "engine", "instance": instance,
+            "address": address, "pid": os.getpid()}  # fmt: skip
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(line), flush=True)  # noqa: T201

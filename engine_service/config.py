@@ -1,0 +1,117 @@
+"""Settings of an engine service, checked once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from engine_service.errors import ConfigError
+
+LOOPBACK = ("127.", "localhost:", "[::1]:")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine."""
+
+    model: str
+    """Folder with the model; a dummy's may lack weights, or be empty with a relay."""
+    listen: str
+    """Address to listen on, `HOST:PORT`; port 0 picks a free one."""
+    load_format: str = "disk"
+    """`disk` reads the checkpoint, `dummy` waits to be filled."""
+    relay: str = ""
+    """Address of the relay on this host; empty for none."""
+    source: str = ""
+    """Instance or model to be filled from; empty for any that fits."""
+    weight_version: str = "v0"
+    """What the operator calls the weights on disk."""
+    instance_name: str = ""
+    """Name in the fleet; empty for host and process id."""
+    advertise: str = ""
+    """Address under which others reach this engine; empty for the listening one."""
+    tensor_parallel_size: int = 1
+    """Tensor-parallel ranks."""
+    expert_parallel_size: int = 1
+    """Expert-parallel ranks."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+    threads: int = 0
+    """Compute threads per rank; 0 leaves one core to the front and the relay."""
+    deadline_seconds: float = 300.0
+    """Time in which a dummy with a relay must be filled."""
+    fallback: str = "none"
+    """`disk` loads from the folder when no source fills the dummy, `none` fails."""
+    transport: str = ""
+    """Only transport to fill through: `shm` or `grpc`; empty to choose by probing."""
+    rate_limit_bytes_per_second: int = 0
+    """Most bytes per second to fill with; 0 for no limit."""
+    max_context_tokens: int = 8192
+    """Most tokens of prompt and answer; the model's own limit if that is less."""
+    kv_cache_tokens: int = 16384
+    """Tokens that the KV cache holds for all requests together."""
+    kv_block_tokens: int = 16
+    """Tokens in one KV block."""
+    max_running: int = 32
+    """Most requests that run at once."""
+    max_waiting: int = 256
+    """Most requests that wait."""
+    grace_seconds: float = 30.0
+    """Time that running requests get at SIGTERM."""
+    insecure: bool = False
+    """Listens beyond loopback without TLS."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a setting that cannot work."""
+        self._check_listen()
+        _one_of("load_format", self.load_format, ("disk", "dummy"))
+        _one_of("fallback", self.fallback, ("disk", "none"))
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
+        if self.device != "cpu":
+            raise ConfigError("only the CPU is supported so far", field="device", found=self.device)
+        if (self.tensor_parallel_size, self.expert_parallel_size) != (1, 1):
+            raise ConfigError("one rank per instance is supported so far", field="tp", expected="1")
+        for name in ("deadline_seconds", "max_context_tokens", "kv_cache_tokens",
+                     "kv_block_tokens", "max_running", "max_waiting"):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0", field=name)
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Compute threads of one rank."""
+        spare = (os.cpu_count() or 2) - 1
+        return self.threads or max(1, spare // self.tensor_parallel_size)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return max(1, self.kv_cache_tokens // self.kv_block_tokens)
+
+    @property
+    def name(self) -> str:
+        """Name in the fleet."""
+        return self.instance_name or f"{os.uname().nodename}-{os.getpid()}"
+
+    def _check_listen(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 0xFFFF:
+            raise ConfigError(
+                f"{self.listen!r} is not HOST:PORT", field="listen", hint="for example 127.0.0.1:0"
+            )
+        if not self.insecure and not self.listen.startswith(LOOPBACK):
+            raise ConfigError(
+                f"{self.listen} is beyond loopback and this version has no TLS",
+                field="listen",
+                hint="listen on 127.0.0.1, or pass --insecure on a trusted network",
+            )
+
+
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{field} {value!r} is unknown", field=field, expected=" | ".join(allowed), found=value
+        )

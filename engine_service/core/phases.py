@@ -1,0 +1,45 @@
+"""When each phase of the start began and ended. Plain Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Phase:
+    """Interval of one phase, in seconds since the process started."""
+
+    name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass
+class Phases:
+    """Intervals of all phases, in the order of their begin."""
+
+    origin: float = field(default_factory=lambda: time.monotonic() - _process_age_seconds())
+    measured: list[Phase] = field(default_factory=list)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Measures one phase, also when it fails."""
+        begin = time.monotonic() - self.origin
+        try:
+            yield
+        finally:
+            self.measured.append(Phase(name, begin, time.monotonic() - self.origin))
+            self.measured.sort(key=lambda phase: phase.begin_seconds)
+
+
+def _process_age_seconds() -> float:
+    """Seconds since this process was started (proc(5): field 22 of stat, in clock ticks)."""
+
+    with open("/proc/self/stat", encoding="ascii") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

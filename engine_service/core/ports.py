@@ -1,0 +1,91 @@
+"""What the core needs of the rings around it. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine_service.core.messages import Row
+from relay_service.core.attachment import Attach
+from relay_service.core.instance import Instance
+from relay_service.core.manifest import Manifest
+from relay_service.core.pull import PathStep, PullOptions
+
+
+class Runner(Protocol):
+    """Runs one step on all ranks."""
+
+    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        """Returns one sampled token per row. Raises `EngineError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillProgress:
+    """How far a fill is."""
+
+    phase: str
+    source_instance: str = ""
+    transport: str = ""
+    bytes_verified: int = 0
+    bytes_total: int = 0
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class FillReport:
+    """What a fill did."""
+
+    path: list[PathStep] = field(default_factory=list)
+    transport: str = ""
+    bytes_moved: int = 0
+    bytes_reread: int = 0
+    blocks_reused: int = 0
+    weight_version: str = ""
+    weights_digest: str = ""
+    seconds_matching: float = 0.0
+    seconds_transfer: float = 0.0
+    seconds_commit: float = 0.0
+    seconds_probe: float = 0.0
+    probe: bytes = b""
+
+
+OnProgress = Callable[[FillProgress], None]
+
+
+class RelayLink(Protocol):
+    """The engine's connection to the relay of its host."""
+
+    address: str
+
+    async def offers(self) -> list[Instance]:
+        """Lists every instance of the fleet. Raises `RelayUnreachable`."""
+
+    async def fetch(self, instance: Instance) -> dict[str, bytes]:
+        """Fetches an instance's small files, each checked against its SHA-256."""
+
+    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+        """Attaches, and attaches again by itself whenever the relay was away.
+
+        Raises `RelayUnreachable`, or `ConfigError` when the relay denies it.
+        """
+
+    async def update(self) -> None:
+        """Tells the relay how the instance changed; a relay that is away hears it later."""
+
+    async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
+        """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""
+
+    async def return_mapping(self) -> None:
+        """Has the relay give up writing. Raises `FillFailed` without its word for it."""
+
+    async def manifests(self, ranks: int) -> list[Manifest]:
+        """Returns what has landed, by rank. Raises `RelayUnreachable`."""
+
+    async def close(self) -> None:
+        """Detaches."""
+
+
+OpenLink = Callable[[str], RelayLink]
+"""Makes the link to the relay at an address."""
+

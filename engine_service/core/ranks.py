@@ -1,0 +1,182 @@
+"""The rank workers: spawned processes behind one ordered stream each. Plain Python.
+
+Workers are started with exec, never forked: gRPC's threads and locks would not
+survive a fork. A worker ends when its stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from engine_service import errors
+from engine_service.core.messages import (
+    Allocated,
+    Command,
+    Failed,
+    Progress,
+    Reply,
+    Row,
+    Step,
+    Tokens,
+    decode_reply,
+    encode,
+)
+from relay_service.core.channel import AsyncChannel, ChannelClosed
+
+R = TypeVar("R", bound=Reply)
+EXIT_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+class RankWorker:
+    """One worker process and the stream to it."""
+
+    def __init__(self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel) -> None:
+        self.rank = rank
+        self.process = process
+        self.channel = channel
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+
+    @property
+    def pid(self) -> int:
+        """Process of the rank."""
+        return self.process.pid
+
+    async def send(self, command: Command) -> None:
+        """Puts a command on the stream. Raises `RankDied`."""
+        try:
+            await self.channel.send(encode(command))
+        except ChannelClosed as error:
+            raise self._died() from error
+
+    async def reply(self, kind: type[R]) -> R:
+        """Waits for the answer to the oldest command. Raises what the rank reports."""
+        while True:
+            try:
+                reply = decode_reply(await self.channel.receive())
+            except (ChannelClosed, msgspec.MsgspecError) as error:
+                raise self._died() from error
+            if isinstance(reply, Progress):
+                self.on_progress(reply.bytes_done, reply.bytes_total)
+            elif isinstance(reply, Failed):
+                raise _error_of(reply)
+            elif isinstance(reply, kind):
+                return reply
+            else:
+                raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
+
+    async def stop(self) -> None:
+        """Ends the process, kindly at first."""
+        self.channel.close()
+        try:
+            async with asyncio.timeout(EXIT_SECONDS):
+                await self.process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    def _died(self) -> errors.RankDied:
+        return errors.RankDied(
+            f"rank {self.rank} (process {self.pid}) has died", rank=str(self.rank)
+        )
+
+
+class RankGroup:
+    """All ranks of an instance. Every command goes to all of them, in one order."""
+
+    def __init__(self, workers: list[RankWorker]) -> None:
+        self.workers = workers
+        self.arenas: list[Allocated] = []
+        self.descriptors: list[int] = []
+        self._ordered = asyncio.Lock()
+
+    @staticmethod
+    async def spawn(ranks: int, threads: int) -> RankGroup:
+        """Starts the worker processes; they import and wait."""
+        return RankGroup([await _spawn(rank, threads) for rank in range(ranks)])
+
+    async def all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+        """Gives each rank its command and returns their answers, by rank.
+
+        Raises the first rank's error, once every rank has answered. A caller that
+        is cancelled does not disturb the order: its answers are still awaited.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._all(commands, kind)))
+
+    async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+        async with self._ordered:
+            for worker, command in zip(self.workers, commands, strict=True):
+                await worker.send(command)
+            replies = await asyncio.gather(
+                *(worker.reply(kind) for worker in self.workers), return_exceptions=True
+            )
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+    async def same(self, command: Command, kind: type[R]) -> list[R]:
+        """Gives every rank the same command."""
+        return await self.all([command] * len(self.workers), kind)
+
+    async def allocate(self, commands: Sequence[Command]) -> None:
+        """Has the arenas allocated and takes their descriptors."""
+        self.arenas = await self.all(commands, Allocated)
+        for worker in self.workers:
+            self.descriptors += worker.channel.take_descriptors(1)
+
+    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        """Runs one step; every rank samples the same tokens."""
+        return (await self.same(Step(rows), Tokens))[0].tokens
+
+    async def died(self) -> errors.RankDied:
+        """Waits until a worker ends by itself; returns what to tell."""
+        waits = [asyncio.ensure_future(worker.process.wait()) for worker in self.workers]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        rank = waits.index(done.pop())
+        worker = self.workers[rank]
+        return errors.RankDied(
+            f"rank {rank} (process {worker.pid}) has died with status {worker.process.returncode}",
+            rank=str(rank),
+        )
+
+    async def stop(self) -> None:
+        """Ends every worker and lets go of the arenas."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+async def _spawn(rank: int, threads: int) -> RankWorker:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr,  # stdout belongs to the line that says we listen
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
+        )  # fmt: skip
+    _log.info("rank %d is process %d", rank, process.pid)
+    return RankWorker(rank, process, AsyncChannel(ours))
+
+
+def _error_of(failed: Failed) -> errors.EngineError:
+    kind = getattr(errors, failed.kind, errors.EngineError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.EngineError)):
+        kind = errors.EngineError
+    return kind(failed.message, **failed.details)

@@ -1,0 +1,98 @@
+"""Text and chats → token ids and back, from the files of a model folder.
+
+No torch. Templates are run in a sandbox: they come with the model, not from us.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from engine_service.core.detokenizer import Detokenizer
+from engine_service.errors import InvalidRequest, ModelError
+
+
+class TextCodec:
+    """Tokenizer, chat template and end tokens of one model."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        """Reads `tokenizer.json` and its companions. Raises `ModelError`."""
+        if "tokenizer.json" not in files:
+            raise ModelError("the model has no tokenizer.json", field="tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # the library raises nothing more specific
+            raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+        self.config = read_json(files, "config.json")
+        settings = read_json(files, "tokenizer_config.json")
+        self._special = {k: _text_of(settings.get(k)) for k in ("bos_token", "eos_token")}
+        self._template = _compile(files, settings)
+        self.vocab_size = int(self.config.get("vocab_size", self._tokenizer.get_vocab_size()))
+        self.end_ids = self._end_ids(read_json(files, "generation_config.json"))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of plain text."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """Returns the token ids of a conversation. Raises `InvalidRequest`."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template", field="chat", hint="send text")
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses this: {error}", field="chat") from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def detokenizer(self) -> Detokenizer:
+        """Returns a fresh detokenizer for one answer."""
+        return Detokenizer(self._tokenizer.decode)
+
+    def _end_ids(self, generation: dict[str, Any]) -> frozenset[int]:
+        """Every end-of-sequence token that any of the three files names."""
+        named = [self.config.get("eos_token_id"), generation.get("eos_token_id")]
+        named.append(self._tokenizer.token_to_id(self._special["eos_token"]))
+        ids: set[int] = set()
+        for value in named:
+            values = value if isinstance(value, list) else [value]
+            ids |= {int(one) for one in values if one is not None}
+        return frozenset(ids)
+
+
+def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
+    """Returns a JSON object of the model, empty when the file is absent. Raises `ModelError`."""
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ModelError(f"{name} is not JSON: {error}", field=name) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} is not a JSON object", field=name)
+    return value
+
+
+def _compile(files: dict[str, bytes], settings: dict[str, Any]) -> jinja2.Template | None:
+    source = settings.get("chat_template")
+    if "chat_template.jinja" in files:
+        source = files["chat_template.jinja"].decode()
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template cannot be read: {error}") from error
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _text_of(token: object) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

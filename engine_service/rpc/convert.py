@@ -1,0 +1,251 @@
+"""Protocol buffers ↔ core records of the engine."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+
+from google.protobuf import duration_pb2
+
+from engine_service.core.instance import InstanceRuntime
+from engine_service.core.messages import Sampling
+from engine_service.core.ports import FillProgress, FillReport
+from engine_service.core.request import Finish, GenerationRequest
+from engine_service.core.tokenizer import TextCodec
+from engine_service.core.versions import Span
+from engine_service.errors import InvalidRequest
+from relay_service.core.instance import State
+from relay_service.core.manifest import weights_digest
+from relay_service.core.pull import PathStep, PullOptions
+from relay_service.memory.host import is_sealed
+from seedrelay.v1 import engine_pb2, weights_pb2
+
+DEFAULT_MAX_TOKENS = 128
+MAX_TOKENS = 1 << 20
+MAX_TEMPERATURE = 100.0
+
+FINISH = {
+    Finish.STOP: engine_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: engine_pb2.FINISH_REASON_LENGTH,
+    Finish.ABORT: engine_pb2.FINISH_REASON_ABORT,
+}
+
+
+def request_from_proto(
+    message: engine_pb2.GenerateRequest, codec: TextCodec
+) -> GenerationRequest:
+    """Returns a checked and tokenized request. Raises `InvalidRequest` by field."""
+    params = message.sampling
+    max_tokens = params.max_tokens or DEFAULT_MAX_TOKENS
+    _in_range("sampling.max_tokens", max_tokens, 1, MAX_TOKENS)
+    stop_ids = frozenset(_checked_ids("sampling.stop_token_ids", params.stop_token_ids, codec))
+    return GenerationRequest(
+        prompt=_prompt(message, codec),
+        sampling=_sampling(params),
+        max_tokens=max_tokens,
+        stop_ids=stop_ids if params.ignore_eos else stop_ids | codec.end_ids,
+    )
+
+
+def usage_to_proto(request: GenerationRequest, completion: int) -> engine_pb2.Usage:
+    """Returns the token counts of an answer."""
+    return engine_pb2.Usage(prompt_tokens=len(request.prompt), completion_tokens=completion)
+
+
+def spans_to_proto(spans: Iterable[Span]) -> list[engine_pb2.VersionSpan]:
+    """Returns the versions of an answer."""
+    return [
+        engine_pb2.VersionSpan(
+            weight_version=s.weights.version, epoch=s.weights.epoch, start=s.start, end=s.end
+        )
+        for s in spans
+    ]
+
+
+def state_to_proto(state: State) -> weights_pb2.InstanceState:
+    """Returns the state's enum value."""
+    return weights_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+
+
+def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
+    """Returns the state of an instance, its weights and its load."""
+    scheduler, weights = runtime.engine.scheduler, runtime.engine.weights
+    status = engine_pb2.EngineStatus(
+        state=state_to_proto(runtime.lifecycle.state),
+        reason=runtime.lifecycle.reason,
+        instance=runtime.identity.name,
+        generation=runtime.identity.generation,
+        model=runtime.identity.model,
+        weight_version=weights.version,
+        weights_digest=weights.digest,
+        epoch=weights.epoch,
+        ranks=_ranks_to_proto(runtime),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        kv_blocks_used=scheduler.pool.used,
+        kv_blocks_total=scheduler.pool.total,
+        limits=engine_pb2.Limits(
+            max_context_tokens=scheduler.limits.max_context_tokens,
+            max_running=scheduler.limits.max_running,
+            max_waiting=scheduler.limits.max_waiting,
+            kv_block_tokens=scheduler.limits.kv_block_tokens,
+        ),
+        placement=weights_pb2.Placement(
+            tensor_parallel_size=runtime.placement.tensor_parallel_size,
+            expert_parallel_size=runtime.placement.expert_parallel_size,
+        ),
+        phases=[
+            engine_pb2.Phase(
+                name=p.name, begin_seconds=p.begin_seconds, end_seconds=p.end_seconds
+            )
+            for p in runtime.phases.measured
+        ],
+        relay=runtime.link.address if runtime.link else "",
+    )
+    if runtime.format is not None:
+        facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in runtime.format.facts]
+        status.format.CopyFrom(
+            weights_pb2.Format(facts=facts, fingerprint=runtime.format.fingerprint)
+        )
+    return status
+
+
+def options_to_proto(options: PullOptions) -> weights_pb2.PullOptions:
+    """Returns how to fill an instance."""
+    message = weights_pb2.PullOptions(
+        source_instance=options.source_instance,
+        transport="" if options.transport == "auto" else options.transport,
+        rate_limit_bytes_per_second=options.rate_limit_bytes_per_second,
+    )
+    if options.timeout_seconds:
+        seconds, nanos = divmod(int(options.timeout_seconds * 1e9), 10**9)
+        message.timeout.CopyFrom(duration_pb2.Duration(seconds=seconds, nanos=nanos))
+    return message
+
+
+def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
+    """Returns how to fill an instance. Raises `InvalidRequest`."""
+    timeout = message.timeout.ToTimedelta().total_seconds()
+    if message.rate_limit_bytes_per_second < 0 or timeout < 0:
+        raise InvalidRequest("a rate limit and a timeout cannot be negative", field="options")
+    return PullOptions(
+        source_instance=message.source_instance,
+        transport=message.transport,
+        rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
+        timeout_seconds=timeout,
+    )
+
+
+def progress_from_proto(message: weights_pb2.PullProgress) -> FillProgress:
+    """Returns how far a fill is."""
+    return FillProgress(
+        phase=message.phase, source_instance=message.source_instance,
+        transport=message.transport, bytes_verified=message.bytes_verified,
+        bytes_total=message.bytes_total, note=message.note,
+    )  # fmt: skip
+
+
+def progress_to_proto(progress: FillProgress) -> weights_pb2.PullProgress:
+    """Returns how far a fill is."""
+    return weights_pb2.PullProgress(
+        phase=progress.phase, source_instance=progress.source_instance,
+        transport=progress.transport, bytes_verified=progress.bytes_verified,
+        bytes_total=progress.bytes_total, note=progress.note,
+    )  # fmt: skip
+
+
+def report_from_proto(message: weights_pb2.PullReport) -> FillReport:
+    """Returns what the relay's part of a fill did."""
+    return FillReport(
+        path=[
+            PathStep(s.source_instance, s.address, s.transport, s.bytes_verified, s.reason)
+            for s in message.path
+        ],
+        transport=message.transport, bytes_moved=message.bytes_moved,
+        bytes_reread=message.bytes_reread, blocks_reused=message.blocks_reused,
+        weight_version=message.weight_version, weights_digest=message.weights_digest,
+        seconds_matching=message.seconds_matching, seconds_transfer=message.seconds_transfer,
+    )  # fmt: skip
+
+
+def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
+    """Returns what a fill did."""
+    return weights_pb2.PullReport(
+        state=state_to_proto(state),
+        path=[
+            weights_pb2.PathStep(
+                source_instance=s.source_instance, address=s.address, transport=s.transport,
+                bytes_verified=s.bytes_verified, reason=s.reason,
+            )
+            for s in report.path
+        ],
+        transport=report.transport, bytes_moved=report.bytes_moved,
+        bytes_reread=report.bytes_reread, blocks_reused=report.blocks_reused,
+        weight_version=report.weight_version, weights_digest=report.weights_digest,
+        seconds_matching=report.seconds_matching, seconds_transfer=report.seconds_transfer,
+        seconds_commit=report.seconds_commit, seconds_probe=report.seconds_probe,
+    )  # fmt: skip
+
+
+def _ranks_to_proto(runtime: InstanceRuntime) -> list[engine_pb2.RankStatus]:
+    ranks = runtime.ranks
+    shown = weights_digest(runtime.manifests) == runtime.engine.weights.digest
+    return [
+        engine_pb2.RankStatus(
+            rank=worker.rank,
+            pid=worker.pid,
+            arena_bytes=arena.manifest.data_bytes,
+            digest=manifest.digest if shown else "",
+            arena_address=arena.address,
+            page_kind=arena.page_kind,
+            sealed=is_sealed(fd),
+        )
+        for worker, arena, manifest, fd in zip(
+            ranks.workers, ranks.arenas, runtime.manifests, ranks.descriptors, strict=False
+        )
+    ]
+
+
+def _prompt(message: engine_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return codec.encode(message.text)
+        case "tokens":
+            return tuple(_checked_ids("tokens.token_ids", message.tokens.token_ids, codec))
+        case "chat":
+            messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+            if not messages:
+                raise InvalidRequest("a chat needs a message", field="chat.messages")
+            return codec.encode_chat(messages)
+        case _:
+            raise InvalidRequest("text, chat or tokens is needed", field="prompt")
+
+
+def _sampling(params: engine_pb2.SamplingParams) -> Sampling:
+    _in_range("sampling.temperature", params.temperature, 0, MAX_TEMPERATURE)
+    _in_range("sampling.top_k", params.top_k, 0, 1 << 30)
+    _in_range("sampling.top_p", params.top_p, 0, 1)
+    _in_range("sampling.min_p", params.min_p, 0, 1)
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        seed=params.seed if params.HasField("seed") else secrets.randbits(63),
+    )
+
+
+def _checked_ids(field: str, ids: Iterable[int], codec: TextCodec) -> list[int]:
+    checked = list(ids)
+    for token in checked:
+        _in_range(field, token, 0, codec.vocab_size - 1)
+    return checked
+
+
+def _in_range(field: str, value: float, least: float, most: float) -> None:
+    if math.isnan(value) or not least <= value <= most:
+        raise InvalidRequest(
+            f"{field} is {value:g}, it must be from {least:g} to {most:g}",
+            field=field, expected=f"{least:g}..{most:g}", found=f"{value:g}",
+        )  # fmt: skip

@@ -1,0 +1,216 @@
+"""The engine's connection to the relay of its host: gRPC, and the attachment socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from clients.errors import ClientError, Unreachable
+from clients.relay import RelayClient
+from engine_service.core.ports import FillProgress, FillReport, OnProgress
+from engine_service.errors import ConfigError, FillFailed, FillTimeout, RelayUnreachable
+from engine_service.rpc import convert
+from relay_service.core.attachment import (
+    ARTIFACT_NAMES,
+    MAX_ARTIFACT_BYTES,
+    Attach,
+    Denied,
+    Update,
+    decode_to_engine,
+    encode,
+)
+from relay_service.core.channel import AsyncChannel, ChannelClosed
+from relay_service.core.instance import Instance
+from relay_service.core.layout import check
+from relay_service.core.manifest import Manifest
+from relay_service.core.match import Target
+from relay_service.core.pull import PullOptions
+from seedrelay.v1 import relay_pb2
+
+REATTACH_SECONDS = 0.5
+RETURN_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+
+
+class GrpcRelayLink:
+    """Implements the engine's `RelayLink` port."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._relay = RelayClient(address)
+        self._channel: AsyncChannel | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[Denied | None] = asyncio.Queue()
+        self._telling = asyncio.Lock()
+        self._relay_pid = 0
+
+    async def offers(self) -> list[Instance]:
+        """Lists every instance of the fleet."""
+        try:
+            return [match.instance for match in await self._relay.sources(Target())]
+        except ClientError as error:
+            raise RelayUnreachable(str(error)) from error
+
+    async def fetch(self, instance: Instance) -> dict[str, bytes]:
+        """Fetches an instance's small files from the relay that announced it."""
+        files: dict[str, bytes] = {}
+        async with RelayClient(instance.address) as relay:
+            for artifact in instance.artifacts:
+                if artifact.name not in ARTIFACT_NAMES:
+                    continue
+                try:
+                    data = await relay.artifact(artifact.sha256, MAX_ARTIFACT_BYTES)
+                except (ClientError, ValueError) as error:
+                    raise RelayUnreachable(f"{artifact.name}: {error}") from error
+                if hashlib.sha256(data).hexdigest() != artifact.sha256:
+                    raise RelayUnreachable(f"{artifact.name} does not match its SHA-256")
+                files[artifact.name] = data
+        return files
+
+    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+        """Attaches and keeps attached."""
+        if self._channel is not None:
+            return
+        self._describe, self._descriptors = describe, descriptors
+        try:
+            await self._connect()
+        finally:
+            if self._keeper is None:
+                self._keeper = asyncio.create_task(self._keep())
+
+    async def update(self) -> None:
+        """Tells the relay how the instance changed."""
+        async with self._telling:
+            if self._channel is None:
+                return
+            now = self._describe()
+            message = Update(
+                state=now.state, weights=now.weights, manifests=now.manifests, probe=now.probe
+            )
+            with contextlib.suppress(ChannelClosed):
+                await self._channel.send(encode(message))
+                if denied := await self._answers.get():
+                    _log.error("the relay denied an update: %s", denied.reason)
+
+    async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
+        """Has the arenas filled."""
+        now, last = self._describe(), None
+        try:
+            async for last in self._relay.pull(now.instance, convert.options_to_proto(options)):
+                on_progress(convert.progress_from_proto(last.progress))
+        except Unreachable as error:
+            raise RelayUnreachable(f"the relay was lost during the pull: {error}") from error
+        except ClientError as error:
+            raise _fill_failed(error) from error
+        if last is None or not last.HasField("report"):
+            raise FillFailed("the relay ended the pull without a report")
+        return _report(last)
+
+    async def return_mapping(self) -> None:
+        """Has the relay give up writing; a relay that is dead has done so."""
+        now = self._describe()
+        try:
+            await self._relay.return_mapping(now.instance, now.generation, RETURN_SECONDS)
+        except ClientError as error:
+            if self._relay_pid and not os.path.exists(f"/proc/{self._relay_pid}"):  # noqa: PTH110
+                return
+            if error.code == "NOT_FOUND":  # a relay that was started anew maps nothing of ours
+                return
+            raise FillFailed(
+                f"the relay did not return the writable mapping: {error}", final="yes"
+            ) from error
+
+    async def manifests(self, ranks: int) -> list[Manifest]:
+        """Returns what has landed, by rank."""
+        now = self._describe()
+        try:
+            landed = [
+                await self._relay.manifest(now.instance, now.generation, rank)
+                for rank in range(ranks)
+            ]
+        except ClientError as error:
+            raise RelayUnreachable(str(error)) from error
+        for manifest in landed:
+            check(manifest)
+        return landed
+
+    async def close(self) -> None:
+        """Detaches."""
+        if self._keeper:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+            self._keeper = None
+        self._disconnect()
+        await self._relay.close()
+
+    async def _connect(self) -> None:
+        try:
+            path, _ = await self._relay.attachment()
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            channel = AsyncChannel(sock)
+            await asyncio.get_running_loop().sock_connect(sock, path)
+            self._relay_pid, uid = channel.peer_credentials()
+            if uid != os.getuid():
+                raise ConfigError(f"the relay at {self.address} runs as another user")
+            await channel.send(encode(self._describe()), tuple(self._descriptors))
+            answer = decode_to_engine(await channel.receive())
+        except ClientError as error:
+            raise RelayUnreachable(str(error)) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RelayUnreachable(f"cannot attach to {self.address}: {error}") from error
+        if isinstance(answer, Denied):
+            channel.close()
+            raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
+        self._channel = channel
+        _log.info("attached to relay %s", self.address)
+
+    async def _keep(self) -> None:
+        """Reads the relay's answers; attaches again when it was away."""
+        while True:
+            if self._channel is None:
+                await asyncio.sleep(REATTACH_SECONDS)
+                try:
+                    await self._connect()
+                except (RelayUnreachable, ConfigError) as error:
+                    _log.debug("%s", error)
+                    continue
+            await self._read_answers()
+
+    async def _read_answers(self) -> None:
+        if self._channel is None:
+            return
+        try:
+            while True:
+                answer = decode_to_engine(await self._channel.receive())
+                self._answers.put_nowait(answer if isinstance(answer, Denied) else None)
+        except (ChannelClosed, msgspec.MsgspecError) as error:
+            _log.warning("relay %s: %s", self.address, error)
+            self._answers.put_nowait(None)  # nobody shall wait for an answer that cannot come
+            self._disconnect()
+            self._answers = asyncio.Queue()
+
+    def _disconnect(self) -> None:
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+
+
+def _fill_failed(error: ClientError) -> FillFailed:
+    """Says whether trying again could help: a source that does not fit never will."""
+    kind = FillTimeout if error.code == "DEADLINE_EXCEEDED" else FillFailed
+    final = "" if error.code in ("UNAVAILABLE", "NOT_FOUND", "CANCELLED") else "yes"
+    return kind(error.message, **{**error.details, "final": final, "reason": error.reason})
+
+
+def _report(last: relay_pb2.PullResponse) -> FillReport:
+    report = convert.report_from_proto(last.report)
+    report.probe = last.probe
+    return report

@@ -1,0 +1,104 @@
+"""Engine error → gRPC status, in one table, with rich details."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from engine_service import errors
+
+DOMAIN = "engine.seedrelay"
+RETRY_SECONDS = 1
+_Code = grpc.StatusCode
+
+TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
+    errors.EngineError: _Code.INTERNAL,
+    errors.ConfigError: _Code.INVALID_ARGUMENT,
+    errors.InvalidRequest: _Code.INVALID_ARGUMENT,
+    errors.NotReady: _Code.UNAVAILABLE,
+    errors.QueueFull: _Code.RESOURCE_EXHAUSTED,
+    errors.WrongState: _Code.FAILED_PRECONDITION,
+    errors.ModelError: _Code.FAILED_PRECONDITION,
+    errors.ArenaError: _Code.INTERNAL,
+    errors.CaptureError: _Code.INTERNAL,
+    errors.ProbeMismatch: _Code.DATA_LOSS,
+    errors.FillFailed: _Code.UNAVAILABLE,
+    errors.FillTimeout: _Code.DEADLINE_EXCEEDED,
+    errors.RelayUnreachable: _Code.UNAVAILABLE,
+    errors.RankDied: _Code.UNAVAILABLE,
+    errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,
+}
+"""Subclasses follow their nearest base."""
+
+_RETRYABLE = (errors.NotReady, errors.QueueFull)
+_FROM_RELAY = {
+    "FormatMismatch": _Code.FAILED_PRECONDITION,
+    "WrongState": _Code.FAILED_PRECONDITION,
+    "ConfigError": _Code.INVALID_ARGUMENT,
+    "CorruptBlock": _Code.DATA_LOSS,
+}
+"""A fill that failed for the relay's reason answers with the relay's status."""
+
+
+def code_of(error: errors.EngineError) -> grpc.StatusCode:
+    """Returns the status of an error or of its nearest base."""
+    if isinstance(error, errors.FillFailed) and error.details.get("reason") in _FROM_RELAY:
+        return _FROM_RELAY[error.details["reason"]]
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: errors.EngineError) -> NoReturn:
+    """Ends a call with the error's status; `ErrorInfo` carries its class and details."""
+    details = [
+        error_details_pb2.ErrorInfo(
+            reason=type(error).__name__, domain=DOMAIN, metadata=error.details
+        )
+    ]
+    if isinstance(error, _RETRYABLE):
+        delay = duration_pb2.Duration(seconds=RETRY_SECONDS)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = [any_pb2.Any() for _ in details]
+    for wrapper, detail in zip(packed, details, strict=True):
+        wrapper.Pack(detail)
+    status = rpc_status.to_status(
+        status_pb2.Status(code=code_of(error).value[0], message=error.message, details=packed)
+    )
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError  # abort has raised
+
+
+def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a unary handler: its errors become statuses."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except errors.EngineError as error:
+            await abort_with(context, error)
+
+    return handler
+
+
+def streams(
+    method: Callable[..., AsyncIterator[Any]],
+) -> Callable[..., AsyncIterator[Any]]:
+    """Wraps a streaming handler: its errors become statuses."""
+
+    @functools.wraps(method)
+    async def handler(
+        self: Any, request: Any, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        try:
+            async for response in method(self, request, context):
+                yield response
+        except errors.EngineError as error:
+            await abort_with(context, error)
+
+    return handler

@@ -1,0 +1,122 @@
+"""Unix socket on which the engines of this host attach. Plain Python.
+
+One connection is one life of an instance: its end, however it comes, detaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from relay_service.core.attachment import (
+    Accepted,
+    Attach,
+    Denied,
+    Update,
+    decode_to_relay,
+    encode,
+)
+from relay_service.core.channel import AsyncChannel, ChannelClosed
+from relay_service.core.holding import Holding
+from relay_service.core.holdings import Holdings
+from relay_service.core.ports import MapArena
+from relay_service.core.transfers import Transfers
+from relay_service.errors import RelayError
+
+_log = logging.getLogger(__name__)
+
+
+class AttachServer:
+    """Accepts attachments and keeps the holdings true to them."""
+
+    def __init__(
+        self, path: Path, holdings: Holdings, transfers: Transfers, map_arena: MapArena
+    ) -> None:
+        self.path = path
+        self._holdings = holdings
+        self._transfers = transfers
+        self._map_arena = map_arena
+        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens; only this user can connect.
+
+        A socket file that a killed relay of the same address left is replaced.
+        """
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(self.path))
+        self.path.chmod(0o600)
+        self._socket.listen()
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        """Stops listening and detaches everyone."""
+        tasks = [t for t in (self._accepting, *self._connections) if t]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._socket)
+            task = asyncio.create_task(self._serve(AsyncChannel(sock)))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, channel: AsyncChannel) -> None:
+        holding: Holding | None = None
+        try:
+            if channel.peer_credentials()[1] != os.getuid():
+                raise ChannelClosed("another user may not attach")
+            holding = await self._attach(channel)
+            while holding:
+                await self._follow(channel, holding)
+        except ChannelClosed as error:
+            _log.info("attachment of %s ended: %s", holding.name if holding else "nobody", error)
+        except (RelayError, msgspec.MsgspecError) as error:
+            _log.warning("attachment denied: %s", error)
+            with contextlib.suppress(ChannelClosed):
+                await channel.send(encode(Denied(str(error))))
+        finally:
+            if holding:
+                await self._transfers.end(holding)
+                self._holdings.detach(holding)
+            channel.close()
+
+    async def _attach(self, channel: AsyncChannel) -> Holding:
+        message = decode_to_relay(await channel.receive())
+        if not isinstance(message, Attach):
+            raise ChannelClosed("the first message must attach")
+        descriptors = channel.take_descriptors(len(message.manifests))
+        holding = Holding(message, descriptors, self._map_arena)
+        try:
+            self._holdings.add(holding)
+        except RelayError:
+            holding.detached = True
+            holding.close()
+            raise
+        _log.info("attached %s (%s)", holding.name, holding.state)
+        await channel.send(encode(Accepted()))
+        return holding
+
+    async def _follow(self, channel: AsyncChannel, holding: Holding) -> None:
+        message = decode_to_relay(await channel.receive())
+        if not isinstance(message, Update):
+            raise ChannelClosed("an instance attaches once per connection")
+        holding.apply(message)
+        _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
+        await channel.send(encode(Accepted()))

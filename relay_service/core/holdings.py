@@ -1,0 +1,105 @@
+"""All instances that are attached to this relay, and the leases on them. Plain Python."""
+
+from __future__ import annotations
+
+from relay_service.core.holding import Holding
+from relay_service.core.instance import Instance
+from relay_service.core.leases import Lease, LeaseTable
+from relay_service.errors import Conflict, NotFound, WrongState
+
+
+class Holdings:
+    """Holdings by instance name; detached ones stay while leases read from them."""
+
+    def __init__(self) -> None:
+        self.leases = LeaseTable()
+        self._attached: dict[str, Holding] = {}
+        self._leaving: list[Holding] = []
+
+    def add(self, holding: Holding) -> None:
+        """Adds an attached instance. Raises `Conflict` when its name is taken."""
+        if holding.name in self._attached:
+            raise Conflict(
+                f"an instance named {holding.name} is attached already",
+                field="instance", found=holding.name, hint="give it another --instance-name",
+            )  # fmt: skip
+        self._attached[holding.name] = holding
+
+    def detach(self, holding: Holding) -> None:
+        """Takes an instance off the list; readers with a lease may finish."""
+        holding.detached = True
+        if self._attached.get(holding.name) is holding:
+            del self._attached[holding.name]
+        self._leaving.append(holding)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Ends what is over: unused leases, and detached holdings that nobody reads."""
+        self.leases.expire()
+        self._leaving = [h for h in self._leaving if self._in_use(h) or not h.close()]
+
+    def close(self) -> None:
+        """Lets go of everything, leases or not."""
+        for holding in [*self._attached.values(), *self._leaving]:
+            self.leases.end_all(holding.name, holding.generation)
+        for holding in list(self._attached.values()):
+            self.detach(holding)
+        self.sweep()
+
+    def find(self, name: str, generation: str = "") -> Holding | None:
+        """Finds an attached instance, of one life or of any."""
+        holding = self._attached.get(name)
+        if holding and generation not in ("", holding.generation):
+            return None
+        return holding
+
+    def get(self, name: str, generation: str = "") -> Holding:
+        """Returns an attached instance. Raises `NotFound`."""
+        holding = self.find(name, generation)
+        if holding is None:
+            raise NotFound(
+                f"instance {name!r} is not attached to this relay", field="instance", found=name
+            )
+        return holding
+
+    def records(self, address: str) -> list[Instance]:
+        """Describes every attached instance as it is announced."""
+        return [
+            holding.record(address, self.leases.count(holding.name, holding.generation))
+            for holding in self._attached.values()
+        ]
+
+    def acquire(
+        self, name: str, generation: str, epoch: int, digest: str, holder: str
+    ) -> Lease:
+        """Grants a lease on weights as they were announced.
+
+        Raises `NotFound`, or `WrongState` when the instance holds others by now.
+        """
+        holding = self.get(name, generation)
+        if not holding.state.holds_weights:
+            raise WrongState(f"{name} is {holding.state}: it holds no complete weights")
+        if (holding.weights.epoch, holding.weights.digest) != (epoch, digest):
+            raise WrongState(
+                f"{name} holds other weights by now",
+                field="epoch", expected=str(epoch), found=str(holding.weights.epoch),
+            )  # fmt: skip
+        return self.leases.acquire(name, holding.generation, epoch, holder)
+
+    def leased(self, lease: str) -> tuple[Lease, Holding]:
+        """Returns a live lease and what it is on. Raises `LeaseEnded` or `NotFound`."""
+        used = self.leases.use(lease)
+        for holding in [*self._attached.values(), *self._leaving]:
+            if (holding.name, holding.generation) == (used.instance, used.generation):
+                return used, holding
+        raise NotFound(f"{used.instance} has gone")
+
+    def artifact(self, sha256: str) -> bytes:
+        """Returns an artifact that an attached instance offers. Raises `NotFound`."""
+        for holding in self._attached.values():
+            if sha256 in holding.artifacts:
+                return holding.artifacts[sha256][1]
+        raise NotFound(f"no artifact {sha256} is offered here", field="sha256", found=sha256)
+
+    def _in_use(self, holding: Holding) -> bool:
+        return bool(self.leases.count(holding.name, holding.generation))

@@ -1,0 +1,83 @@
+"""What a relay knows of an instance: its life, its weights, its have-set."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from relay_service.core.format import Format, Placement
+from relay_service.core.manifest import Manifest, weights_digest
+
+
+class State(StrEnum):
+    """Life of an instance. Only `READY` serves requests."""
+
+    STARTING = "STARTING"
+    LOADING = "LOADING"
+    DUMMY = "DUMMY"
+    LANDING = "LANDING"
+    READY = "READY"
+    PAUSED = "PAUSED"
+    UPDATING = "UPDATING"
+    DRAINING = "DRAINING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+    @property
+    def fillable(self) -> bool:
+        """Whether bytes may land in the arena: nothing serves from it."""
+        return self in (State.DUMMY, State.LANDING)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the arena holds verified weights that others may read."""
+        return self in (State.READY, State.PAUSED, State.DRAINING)
+
+
+class RankBlocks(msgspec.Struct, frozen=True):
+    """Have-set of one rank."""
+
+    rank: int
+    have_blocks: int
+    blocks: int
+    arena_bytes: int
+    digest: str = ""
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """A small file that travels beside the weights, named by its SHA-256."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Which weights an instance holds. All empty for a dummy."""
+
+    version: str = ""
+    digest: str = ""
+    epoch: int = 0
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance as its relay announces it."""
+
+    instance: str
+    generation: str
+    model: str
+    state: State
+    format: Format
+    placement: Placement
+    weights: Weights
+    ranks: tuple[RankBlocks, ...]
+    artifacts: tuple[Artifact, ...] = ()
+    address: str = ""
+    """Address of the relay that serves its blocks."""
+    leases: int = 0
+
+
+def verified_digest(manifests: list[Manifest], claimed: str) -> bool:
+    """Returns whether manifests carry exactly the weights that somebody claims."""
+    return bool(claimed) and weights_digest(manifests) == claimed

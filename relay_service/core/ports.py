@@ -1,0 +1,85 @@
+"""What the core needs of the rings around it. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from relay_service.core.instance import Instance
+from relay_service.core.manifest import Manifest
+from relay_service.core.rate import TokenBucket
+
+Land = Callable[[int, memoryview], None]
+"""Takes a block: flat index and bytes. May be called from any thread.
+
+Raises `CorruptBlock` when the bytes are wrong.
+"""
+
+
+class Arena(Protocol):
+    """A mapping of one rank's arena."""
+
+    @property
+    def sequence(self) -> int:
+        """Number that is odd while a commit is applied and changes with each one."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Returns a view of the data, valid until `close`."""
+
+    def land(self, offset: int, data: memoryview) -> bytes:
+        """Copies a block in and returns the digest of what landed, in one pass."""
+
+    def check_header(self) -> None:
+        """Raises `ManifestError` when the memory isn't an arena of this size."""
+
+    def close(self) -> None:
+        """Unmaps. Doing so twice is harmless."""
+
+
+class MapArena(Protocol):
+    """Maps the arena behind a descriptor, which stays open and the caller's."""
+
+    def __call__(self, fd: int, data_bytes: int, *, writable: bool) -> Arena:
+        """Maps. Raises `ManifestError` or `ResourceExhausted`."""
+
+
+class SourceSession(Protocol):
+    """An open source: a lease on its weights, and a way to its blocks."""
+
+    async def manifest(self, rank: int) -> Manifest:
+        """Returns the verified manifest of one rank."""
+
+    async def read(
+        self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket
+    ) -> None:
+        """Reads blocks and lands each one, at most as fast as `limit` allows.
+
+        Returns when all have landed. Raises `SourceFailed` when the source dies
+        or stalls, `EpochChanged` or `LeaseEnded` when its weights are others by
+        now, and whatever `land` raises.
+        """
+
+    async def probe(self) -> bytes:
+        """Returns the probe that the source recorded; empty where it has none."""
+
+    async def close(self) -> None:
+        """Gives the lease back."""
+
+
+class Transport(Protocol):
+    """One way to move blocks from a source into an arena of this host."""
+
+    name: str
+
+    async def unusable(self, source: Instance) -> str:
+        """Probes the way to a source. Says why it can't be used; empty if it can."""
+
+    async def open(self, source: Instance, holder: str) -> SourceSession:
+        """Takes a lease for `holder`. Raises `SourceFailed` or `Refused`."""
+
+
+class Fleet(Protocol):
+    """Everyone who is known to hold weights."""
+
+    async def instances(self) -> list[Instance]:
+        """Lists every known instance, this host's and the directory's."""

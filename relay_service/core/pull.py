@@ -1,0 +1,255 @@
+"""Fills a target: matches sources, leases, reads, verifies, fails over.
+
+Plain Python over ports. What landed stays; only what is missing is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from relay_service.core.instance import Instance, State
+from relay_service.core.layout import check
+from relay_service.core.manifest import Manifest, weights_digest
+from relay_service.core.match import Match, Target, match
+from relay_service.core.ports import Fleet, SourceSession, Transport
+from relay_service.core.rate import TokenBucket
+from relay_service.core.receiver import Receiver
+from relay_service.core.together import together
+from relay_service.errors import (
+    ConfigError,
+    CorruptBlock,
+    FormatMismatch,
+    NoSource,
+    PullTimeout,
+    Refused,
+    RelayError,
+    SourceFailed,
+)
+
+SEARCH_SECONDS = 0.25
+CORRUPTIONS_PER_SOURCE = 2
+
+
+class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to fill an instance."""
+
+    source_instance: str = ""
+    """Only instance to pull from; empty for any that fits."""
+    transport: str = ""
+    """Only transport to use; empty to choose by probing."""
+    rate_limit_bytes_per_second: int = 0
+    timeout_seconds: float = 0.0
+    """0 for none."""
+
+
+@dataclass
+class PathStep:
+    """One source that was tried."""
+
+    source_instance: str
+    address: str
+    transport: str = ""
+    bytes_verified: int = 0
+    reason: str = ""
+
+
+@dataclass
+class PullReport:
+    """What a pull did, and how far it is while it runs."""
+
+    phase: str = "matching"
+    note: str = ""
+    path: list[PathStep] = field(default_factory=list)
+    weight_version: str = ""
+    weights_digest: str = ""
+    blocks_reused: int = 0
+    seconds_matching: float = 0.0
+    seconds_transfer: float = 0.0
+    probe: bytes = b""
+
+
+class Puller:
+    """One pull into the arenas of one target."""
+
+    def __init__(
+        self,
+        target: Target,
+        receivers: list[Receiver],
+        fleet: Fleet,
+        transports: list[Transport],
+        options: PullOptions,
+    ) -> None:
+        self.report = PullReport()
+        self.receivers = receivers
+        self._target = target
+        self._fleet = fleet
+        self._transports = _chosen(transports, options.transport)
+        self._options = options
+        self._limit = TokenBucket(options.rate_limit_bytes_per_second)
+        self._left: set[tuple[str, str]] = set()
+        self._began = time.monotonic()
+        self._first_byte_at = 0.0
+        self._last_error: Exception | None = None
+
+    async def run(self) -> PullReport:
+        """Pulls until every block is verified.
+
+        Raises `FormatMismatch` when sources exist and none fits, `NoSource` when
+        all that fitted were left, `CorruptBlock` when the last one was left for
+        wrong bytes, `PullTimeout` at the deadline.
+        """
+        try:
+            async with asyncio.timeout(self._options.timeout_seconds or None):
+                while not await self._drain(await self._next_source()):
+                    pass
+        except TimeoutError:
+            raise PullTimeout(
+                f"not filled within {self._options.timeout_seconds:g} s: {self._story()}",
+                path=self._story(),
+            ) from None
+        return self.report
+
+    async def _next_source(self) -> Instance:
+        """Waits for a source that fits and was not left. Raises when waiting is in vain."""
+        while True:
+            matches = match(self._target, await self._fleet.instances())
+            wanted = [m for m in matches if self._is_wanted(m.instance)]
+            for candidate in wanted:
+                if candidate.fits and _life(candidate.instance) not in self._left:
+                    return candidate.instance
+            if self.report.path and not any(m.fits for m in wanted):
+                raise NoSource(f"no source is left: {self._story()}", path=self._story())
+            if any(m.fits for m in wanted):
+                raise self._exhausted()
+            self._refuse_misfits(wanted)
+            self.report.note = _explain(wanted, self._options.source_instance)
+            await asyncio.sleep(SEARCH_SECONDS)
+
+    def _is_wanted(self, instance: Instance) -> bool:
+        return self._options.source_instance in ("", instance.instance)
+
+    def _refuse_misfits(self, wanted: list[Match]) -> None:
+        """Raises when complete holders exist and none fits: waiting would not help."""
+        complete = [m for m in wanted if m.instance.state.holds_weights]
+        if complete:
+            first = complete[0]
+            raise FormatMismatch(
+                f"{first.instance.instance} does not fit: {first.reason}",
+                field=first.reason.split(":", 1)[0], source=first.instance.instance,
+                hint="start the target like the seed, or name another source",
+            )  # fmt: skip
+
+    def _exhausted(self) -> RelayError:
+        last = self._last_error
+        if isinstance(last, CorruptBlock | Refused):
+            last.details["path"] = self._story()
+            return last
+        return NoSource(f"no source is left: {self._story()}", path=self._story())
+
+    async def _drain(self, source: Instance) -> bool:
+        """Reads what is missing from one source; returns whether the target is complete."""
+        step = PathStep(source.instance, source.address)
+        self.report.path.append(step)
+        before = sum(r.bytes_verified for r in self.receivers)
+        try:
+            await self._read_from(source, step)
+            step.reason = "complete"
+        except (RelayError, OSError) as error:
+            step.reason = self.report.note = str(error)
+            self._last_error = error
+            self._left.add(_life(source))
+        finally:
+            step.bytes_verified = sum(r.bytes_verified for r in self.receivers) - before
+        return step.reason == "complete"
+
+    async def _read_from(self, source: Instance, step: PathStep) -> None:
+        transport = await self._choose(source)
+        step.transport = transport.name
+        session = await transport.open(source, self._target.instance)
+        try:
+            manifests = [await session.manifest(r.layout.rank) for r in self.receivers]
+            self._expect(source, manifests)
+            self._enter_transfer()
+            await together(*(self._read_rank(session, r) for r in self.receivers))
+            self.report.seconds_transfer = time.monotonic() - self._first_byte_at
+            self._finish(source, await session.probe())
+        finally:
+            await session.close()
+
+    async def _choose(self, source: Instance) -> Transport:
+        reasons = []
+        for transport in self._transports:
+            reason = await transport.unusable(source)
+            if not reason:
+                return transport
+            reasons.append(f"{transport.name}: {reason}")
+        raise SourceFailed(f"no transport to {source.instance}: {'; '.join(reasons)}")
+
+    def _expect(self, source: Instance, manifests: list[Manifest]) -> None:
+        for receiver, manifest in zip(self.receivers, manifests, strict=True):
+            check(manifest)
+            if difference := manifest.layout_difference(receiver.layout):
+                raise FormatMismatch(f"{source.instance} does not fit: {difference}")
+        if weights_digest(manifests) != source.weights.digest:
+            raise SourceFailed(f"{source.instance}: its manifest is not of {source.weights.digest}")
+        reused = [r.expect(m) for r, m in zip(self.receivers, manifests, strict=True)]
+        if len(self.report.path) == 1:
+            self.report.blocks_reused = sum(reused)
+
+    def _enter_transfer(self) -> None:
+        self.report.phase = "transferring"
+        if not self._first_byte_at:
+            self._first_byte_at = time.monotonic()
+            self.report.seconds_matching = self._first_byte_at - self._began
+
+    async def _read_rank(self, session: SourceSession, receiver: Receiver) -> None:
+        corruptions = 0
+        while missing := receiver.missing:
+            try:
+                await session.read(receiver.layout.rank, missing, receiver.land, self._limit)
+            except CorruptBlock as error:
+                corruptions += 1
+                self.report.note = str(error)
+                if corruptions > CORRUPTIONS_PER_SOURCE:
+                    raise
+
+    def _finish(self, source: Instance, probe: bytes) -> None:
+        manifests = [receiver.manifest() for receiver in self.receivers]
+        landed = weights_digest(manifests)
+        if landed != source.weights.digest:
+            raise SourceFailed(f"landed {landed}, {source.instance} has {source.weights.digest}")
+        self.report.weight_version = source.weights.version
+        self.report.weights_digest = landed
+        self.report.probe = probe
+        self.report.phase = "done"
+
+    def _story(self) -> str:
+        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'in use'}"
+                 for s in self.report.path]  # fmt: skip
+        return "; ".join(steps) or self.report.note or "no source was found"
+
+
+def _chosen(transports: list[Transport], name: str) -> list[Transport]:
+    chosen = [t for t in transports if name in ("", "auto", t.name)]
+    if not chosen:
+        raise ConfigError(
+            f"unknown transport {name!r}",
+            field="transport", expected=", ".join(t.name for t in transports), found=name,
+        )  # fmt: skip
+    return chosen
+
+
+def _life(instance: Instance) -> tuple[str, str]:
+    return instance.instance, instance.generation
+
+
+def _explain(wanted: list[Match], source_instance: str) -> str:
+    if not wanted:
+        return f"waiting for {source_instance or 'a source'}"
+    states = ", ".join(f"{m.instance.instance} is {m.instance.state}" for m in wanted)
+    loading = any(m.instance.state is not State.FAILED for m in wanted)
+    return f"waiting for a source: {states}" if loading else f"no source: {states}"

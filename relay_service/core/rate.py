@@ -1,0 +1,52 @@
+"""Bounds the bytes per second of a reader or of a source. Plain Python."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from relay_service.core.manifest import BLOCK_BYTES
+
+
+class TokenBucket:
+    """Lets through at most `bytes_per_second`, smoothly; 0 lets everything through."""
+
+    def __init__(self, bytes_per_second: float = 0) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks to take at a time: few when limited, so that the flow is even."""
+        return 1 if self.bytes_per_second else 32
+
+    async def take(self, nbytes: int) -> None:
+        """Waits until `nbytes` may pass. Takers are let through in their order."""
+        if not self.bytes_per_second:
+            return
+        now = time.monotonic()
+        start = max(now, self._free_at)
+        # A pause earns no credit: a limit is a promise to the one who shares the link.
+        self._free_at = start + nbytes / self.bytes_per_second
+        if start > now:
+            await asyncio.sleep(start - now)
+
+
+def parse_rate(text: str) -> int:
+    """Reads a rate such as `64MiB/s`, `1.5GiB/s` or `1000000` into bytes per second.
+
+    Raises `ValueError` for anything else. Empty and `0` mean no limit.
+    """
+    units = {"": 1, "b": 1, "kib": 1 << 10, "mib": BLOCK_BYTES, "gib": 1 << 30,
+             "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
+    value = text.strip().lower().removesuffix("/s")
+    number = value.rstrip("abcdefghijklmnopqrstuvwxyz").strip()
+    unit = value[len(number) :].strip() if number else value
+    if not value:
+        return 0
+    if unit not in units or not number:
+        raise ValueError(f"{text!r} is not a rate: write for example 64MiB/s")
+    rate = float(number) * units[unit]
+    if not 0 <= rate < 1 << 50:
+        raise ValueError(f"{text!r} is out of range")
+    return int(rate)

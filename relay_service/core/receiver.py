@@ -1,0 +1,97 @@
+"""Blocks → arena: lands each block in place, verifies it, knows what is missing.
+
+Plain Python. One receiver per rank; blocks may come from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from relay_service.core.manifest import Manifest
+from relay_service.core.ports import Arena
+from relay_service.errors import CorruptBlock, InvalidRequest
+
+
+class Receiver:
+    """Fills one rank's arena with the blocks that a manifest promises."""
+
+    def __init__(
+        self, layout: Manifest, arena: Arena, verified: Sequence[bytes] | None = None
+    ) -> None:
+        """Takes up where another receiver of this arena ended, given its `verified`."""
+        self.layout = layout
+        self.bytes_moved = 0
+        self.bytes_reread = 0
+        self.bytes_verified = 0
+        self.blocks_verified = 0
+        self._arena = arena
+        self._expected: Manifest | None = None
+        self.verified = list(verified or [b""] * layout.block_count)
+        """Digest of each block that has landed; empty for a missing one."""
+        self._lock = threading.Lock()
+
+    def expect(self, manifest: Manifest) -> int:
+        """Names the weights that shall land; returns how many blocks are there already.
+
+        Blocks that landed before with another digest count as missing again.
+        """
+        self._expected = manifest
+        kept = 0
+        self.bytes_verified = 0
+        for index, digest in enumerate(self.verified):
+            if digest and digest == manifest.block_digest(index):
+                kept += 1
+                self.bytes_verified += manifest.block(index).nbytes
+            else:
+                self.verified[index] = b""
+        self.blocks_verified = kept
+        return kept
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.layout.weight_bytes
+
+    @property
+    def missing(self) -> list[int]:
+        """Flat indexes of the blocks that are not verified, in order."""
+        return [index for index, digest in enumerate(self.verified) if not digest]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is verified."""
+        return self._expected is not None and self.blocks_verified == self.layout.block_count
+
+    def land(self, index: int, data: memoryview) -> None:
+        """Lands one block and verifies what landed, in one pass.
+
+        Raises `InvalidRequest` for a block of the wrong size, `CorruptBlock` for
+        wrong bytes; then the block stays missing.
+        """
+        if self._expected is None:
+            raise InvalidRequest("a block came before its manifest")
+        block = self.layout.block(index)
+        if len(data) != block.nbytes:
+            raise InvalidRequest(f"block {index}: {len(data)} bytes, expected {block.nbytes}")
+        digest = self._arena.land(block.offset, data)
+        good = digest == self._expected.block_digest(index)
+        with self._lock:
+            self._count(index, digest, block.nbytes, good=good)
+        if not good:
+            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
+
+    def manifest(self) -> Manifest:
+        """Returns the manifest of what has landed; complete receivers only."""
+        return self.layout.with_digests(self.verified)
+
+    def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool) -> None:
+        self.bytes_moved += nbytes
+        if not good:
+            self.bytes_reread += nbytes
+        elif not self.verified[index]:
+            self.verified[index] = digest
+            self.blocks_verified += 1
+            self.bytes_verified += nbytes
+        else:
+            self.bytes_reread += nbytes

@@ -1,0 +1,37 @@
+"""Runs several things at once and ends only when all of them have ended. Plain Python.
+
+A task group would hand out an `ExceptionGroup`, and leaving threads behind would
+let them write into memory that is about to be unmapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def together(*parts: Coroutine[Any, Any, T]) -> list[T]:
+    """Awaits every part, also when one fails or the caller is cancelled.
+
+    Raises the first failure, in the order of the parts.
+    """
+    results = await asyncio.gather(*parts, return_exceptions=True)
+    done: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        done.append(result)
+    return done
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Runs `work` on a thread and waits for its end, also when cancelled."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,0 +1,208 @@
+"""Protocol buffers ↔ core records. What came from a peer is checked by the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from relay_service.core.dtypes import DType
+from relay_service.core.format import Format, Placement
+from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
+from relay_service.core.manifest import Manifest, TensorEntry, Unit
+from relay_service.core.pull import PathStep, PullOptions
+from relay_service.core.transfers import Transfer
+from relay_service.errors import InvalidRequest, ManifestError
+from seedrelay.v1 import relay_pb2, weights_pb2
+
+_PAGE_ITEMS = 4096
+
+
+def state_to_proto(state: State) -> weights_pb2.InstanceState:
+    """Returns the state's enum value."""
+    return weights_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+
+
+def state_from_proto(value: weights_pb2.InstanceState) -> State:
+    """Returns the state. Raises `InvalidRequest` for an unknown one."""
+    try:
+        return State(weights_pb2.InstanceState.Name(value).removeprefix("INSTANCE_STATE_"))
+    except ValueError as error:
+        raise InvalidRequest(f"unknown state {value}", field="state") from error
+
+
+def format_to_proto(format_: Format) -> weights_pb2.Format:
+    """Returns the facts and their fingerprint."""
+    facts = [weights_pb2.FormatFact(name=name, value=value) for name, value in format_.facts]
+    return weights_pb2.Format(facts=facts, fingerprint=format_.fingerprint)
+
+
+def format_from_proto(message: weights_pb2.Format) -> Format:
+    """Returns the facts; a fingerprint is never taken on trust."""
+    return Format(tuple((fact.name, fact.value) for fact in message.facts))
+
+
+def placement_to_proto(placement: Placement) -> weights_pb2.Placement:
+    """Returns where the ranks lie."""
+    return weights_pb2.Placement(
+        tensor_parallel_size=placement.tensor_parallel_size,
+        expert_parallel_size=placement.expert_parallel_size,
+    )
+
+
+def placement_from_proto(message: weights_pb2.Placement) -> Placement:
+    """Returns where the ranks lie."""
+    return Placement(message.tensor_parallel_size, message.expert_parallel_size)
+
+
+def instance_to_proto(instance: Instance) -> relay_pb2.Instance:
+    """Returns an announced instance."""
+    return relay_pb2.Instance(
+        instance=instance.instance,
+        generation=instance.generation,
+        model=instance.model,
+        state=state_to_proto(instance.state),
+        format=format_to_proto(instance.format),
+        placement=placement_to_proto(instance.placement),
+        weight_version=instance.weights.version,
+        weights_digest=instance.weights.digest,
+        epoch=instance.weights.epoch,
+        ranks=[
+            relay_pb2.RankBlocks(
+                rank=r.rank, have_blocks=r.have_blocks, blocks=r.blocks,
+                arena_bytes=r.arena_bytes, digest=r.digest,
+            )
+            for r in instance.ranks
+        ],
+        artifacts=[
+            weights_pb2.Artifact(name=a.name, byte_count=a.nbytes, sha256=a.sha256)
+            for a in instance.artifacts
+        ],
+        address=instance.address,
+        lease_count=instance.leases,
+    )  # fmt: skip
+
+
+def instance_from_proto(message: relay_pb2.Instance) -> Instance:
+    """Returns an announced instance. Raises `InvalidRequest`."""
+    if not message.instance or not message.generation:
+        raise InvalidRequest("an instance needs a name and a generation", field="instance")
+    return Instance(
+        instance=message.instance,
+        generation=message.generation,
+        model=message.model,
+        state=state_from_proto(message.state),
+        format=format_from_proto(message.format),
+        placement=placement_from_proto(message.placement),
+        weights=Weights(message.weight_version, message.weights_digest, message.epoch),
+        ranks=tuple(
+            RankBlocks(r.rank, r.have_blocks, r.blocks, r.arena_bytes, r.digest)
+            for r in message.ranks
+        ),
+        artifacts=tuple(Artifact(a.name, a.byte_count, a.sha256) for a in message.artifacts),
+        address=message.address,
+        leases=message.lease_count,
+    )
+
+
+def manifest_pages(manifest: Manifest) -> Iterator[relay_pb2.GetManifestResponse]:
+    """Cuts a manifest into pages well below the message limit."""
+    page = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes)
+    items = 0
+    for unit in manifest.units:
+        page.units.append(_unit_to_proto(unit))
+        items += len(unit.tensors) + len(unit.digests) // 8
+        if items >= _PAGE_ITEMS:
+            yield page
+            page, items = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
+    yield page
+
+
+def manifest_from_pages(rank: int, pages: Iterable[relay_pb2.GetManifestResponse]) -> Manifest:
+    """Joins the pages of a manifest. The caller checks it before use."""
+    data_bytes, units = 0, []
+    for page in pages:
+        data_bytes = page.data_bytes
+        units += [_unit_from_proto(unit) for unit in page.units]
+    return Manifest(rank, data_bytes, tuple(units))
+
+
+def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
+    """Returns how to fill an instance. Raises `InvalidRequest`."""
+    timeout = message.timeout.ToTimedelta().total_seconds()
+    if message.rate_limit_bytes_per_second < 0 or timeout < 0:
+        raise InvalidRequest("a rate limit and a timeout cannot be negative", field="options")
+    return PullOptions(
+        source_instance=message.source_instance,
+        transport=message.transport,
+        rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
+        timeout_seconds=timeout,
+    )
+
+
+def progress_to_proto(transfer: Transfer) -> weights_pb2.PullProgress:
+    """Returns how far a pull is."""
+    puller, report = transfer.puller, transfer.puller.report
+    step = report.path[-1] if report.path else PathStep("", "")
+    return weights_pb2.PullProgress(
+        phase=report.phase,
+        source_instance=step.source_instance,
+        transport=step.transport,
+        bytes_verified=sum(r.bytes_verified for r in puller.receivers),
+        bytes_total=sum(r.total_bytes for r in puller.receivers),
+        note=report.note,
+    )
+
+
+def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
+    """Returns what a finished pull did."""
+    puller, report = transfer.puller, transfer.puller.report
+    return weights_pb2.PullReport(
+        state=state_to_proto(transfer.holding.state),
+        path=[
+            weights_pb2.PathStep(
+                source_instance=s.source_instance, address=s.address, transport=s.transport,
+                bytes_verified=s.bytes_verified, reason=s.reason,
+            )
+            for s in report.path
+        ],
+        transport=report.path[-1].transport,
+        bytes_moved=sum(r.bytes_moved for r in puller.receivers),
+        bytes_reread=sum(r.bytes_reread for r in puller.receivers),
+        blocks_reused=report.blocks_reused,
+        weight_version=report.weight_version,
+        weights_digest=report.weights_digest,
+        seconds_matching=report.seconds_matching,
+        seconds_transfer=report.seconds_transfer,
+    )  # fmt: skip
+
+
+def _unit_to_proto(unit: Unit) -> weights_pb2.WeightUnit:
+    return weights_pb2.WeightUnit(
+        name=unit.name, offset=unit.offset, byte_count=unit.nbytes,
+        tensors=[
+            weights_pb2.TensorEntry(
+                name=t.name, kind=t.kind, dtype=t.dtype, shape=t.shape, strides=t.strides,
+                offset=t.offset, byte_count=t.nbytes, logical=t.logical, alias=t.alias,
+            )
+            for t in unit.tensors
+        ],
+        block_digests=unit.digests,
+    )  # fmt: skip
+
+
+def _unit_from_proto(message: weights_pb2.WeightUnit) -> Unit:
+    tensors = tuple(_tensor_from_proto(tensor) for tensor in message.tensors)
+    digests = tuple(message.block_digests)
+    return Unit(message.name, message.offset, message.byte_count, tensors, digests)
+
+
+def _tensor_from_proto(message: weights_pb2.TensorEntry) -> TensorEntry:
+    try:
+        dtype = DType(message.dtype)
+    except ValueError as error:
+        raise ManifestError(
+            f"tensor {message.name}: unknown dtype {message.dtype[:32]!r}"
+        ) from error
+    return TensorEntry(
+        message.name, message.kind, dtype, tuple(message.shape), tuple(message.strides),
+        message.offset, message.byte_count, message.logical, message.alias,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Announces this relay's instances to its directory, and asks it for everyone else's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from clients.errors import ClientError
+from clients.relay import RelayClient
+from relay_service.core.instance import Instance
+from relay_service.core.match import Target
+from relay_service.core.registry import RENEW_SECONDS, Registry
+
+_log = logging.getLogger(__name__)
+
+
+class DirectoryFleet:
+    """Everyone who is known here: own instances, announced ones, the directory's."""
+
+    def __init__(
+        self,
+        address: str,
+        generation: str,
+        directory: str,
+        registry: Registry,
+        own: Callable[[], list[Instance]],
+    ) -> None:
+        self.address = address
+        self.generation = generation
+        self.directory = directory
+        self.directory_reachable = False
+        self._registry = registry
+        self._own = own
+        self._client = RelayClient(directory) if directory else None
+
+    async def instances(self) -> list[Instance]:
+        """Lists every known life of an instance once, this relay's own word first.
+
+        A directory that cannot be asked is no error: what is known here remains.
+        """
+        known = {(i.instance, i.generation): i for i in [*self._own(), *self._registry.instances()]}
+        for instance in await self._ask_directory():
+            if instance.address != self.address:
+                known.setdefault((instance.instance, instance.generation), instance)
+        return list(known.values())
+
+    async def keep_announced(self) -> None:
+        """Announces every interval until cancelled; then says goodbye."""
+        try:
+            while True:
+                await self._announce(self._own())
+                await asyncio.sleep(RENEW_SECONDS)
+        finally:
+            await self._announce([])
+            if self._client:
+                await self._client.close()
+
+    async def _announce(self, instances: list[Instance]) -> None:
+        if not self._client:
+            return
+        try:
+            await self._client.announce(self.address, self.generation, instances)
+        except ClientError as error:
+            if self.directory_reachable:
+                _log.warning("directory %s: %s", self.directory, error)
+            self.directory_reachable = False
+        else:
+            if not self.directory_reachable:
+                _log.info("announced to directory %s", self.directory)
+            self.directory_reachable = True
+
+    async def _ask_directory(self) -> list[Instance]:
+        if not self._client:
+            return []
+        try:
+            return [m.instance for m in await self._client.sources(Target())]
+        except ClientError as error:
+            _log.warning("directory %s: %s", self.directory, error)
+            return []

@@ -1,0 +1,205 @@
+"""The relay's RPCs: check, one call, convert."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf import duration_pb2
+
+from relay_service.core.holdings import Holdings
+from relay_service.core.leases import LEASE_SECONDS
+from relay_service.core.match import Target, match
+from relay_service.core.registry import EXPIRY_SECONDS, Registry
+from relay_service.core.transfers import Transfer, Transfers
+from relay_service.errors import InvalidRequest
+from relay_service.rpc import convert
+from relay_service.rpc.directory import DirectoryFleet
+from relay_service.rpc.status import answers, streams
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc
+
+PROGRESS_SECONDS = 0.1
+_ARTIFACT_PART_BYTES = 1 << 20
+
+
+class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
+    """Serves one relay."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        registry: Registry,
+        fleet: DirectoryFleet,
+        transfers: Transfers,
+        socket_path: str,
+    ) -> None:
+        self._holdings = holdings
+        self._registry = registry
+        self._fleet = fleet
+        self._transfers = transfers
+        self._socket_path = socket_path
+
+    @answers
+    async def GetAttachment(  # noqa: N802
+        self, request: relay_pb2.GetAttachmentRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.GetAttachmentResponse:
+        """Returns the attachment socket."""
+        del request, context
+        return relay_pb2.GetAttachmentResponse(
+            socket_path=self._socket_path, relay_generation=self._fleet.generation
+        )
+
+    @answers
+    async def Announce(  # noqa: N802
+        self, request: relay_pb2.AnnounceRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.AnnounceResponse:
+        """Takes an announcement."""
+        del context
+        if not request.address:
+            raise InvalidRequest("an announcement needs the relay's address", field="address")
+        instances = [convert.instance_from_proto(i) for i in request.instances]
+        self._registry.announce(request.address, request.relay_generation, instances)
+        return relay_pb2.AnnounceResponse(expiry=_duration(EXPIRY_SECONDS))
+
+    @answers
+    async def ListSources(  # noqa: N802
+        self, request: relay_pb2.ListSourcesRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.ListSourcesResponse:
+        """Judges every known instance."""
+        del context
+        target = Target(
+            request.instance,
+            convert.format_from_proto(request.format) if request.HasField("format") else None,
+            convert.placement_from_proto(request.placement)
+            if request.HasField("placement")
+            else None,
+        )
+        matches = match(target, await self._fleet.instances())
+        return relay_pb2.ListSourcesResponse(
+            sources=[
+                relay_pb2.Source(
+                    instance=convert.instance_to_proto(m.instance), fits=m.fits, reason=m.reason
+                )
+                for m in matches
+            ]
+        )
+
+    @answers
+    async def GetRelayStatus(  # noqa: N802
+        self, request: relay_pb2.GetRelayStatusRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.GetRelayStatusResponse:
+        """Returns fleet and transfers."""
+        del request, context
+        return relay_pb2.GetRelayStatusResponse(
+            address=self._fleet.address,
+            relay_generation=self._fleet.generation,
+            directory=self._fleet.directory,
+            directory_reachable=self._fleet.directory_reachable,
+            instances=[convert.instance_to_proto(i) for i in await self._fleet.instances()],
+            transfers=[
+                relay_pb2.Transfer(
+                    transfer=t.transfer, instance=t.holding.name,
+                    progress=convert.progress_to_proto(t),
+                )
+                for t in self._transfers.running
+            ],
+            lease_count=self._holdings.leases.count(),
+        )  # fmt: skip
+
+    @streams
+    async def GetManifest(  # noqa: N802
+        self, request: relay_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[relay_pb2.GetManifestResponse]:
+        """Pages through one rank's manifest."""
+        del context
+        holding = self._holdings.get(request.instance, request.generation)
+        for page in convert.manifest_pages(holding.manifest(request.rank)):
+            yield page
+
+    @streams
+    async def GetArtifact(  # noqa: N802
+        self, request: relay_pb2.GetArtifactRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[relay_pb2.GetArtifactResponse]:
+        """Streams one artifact."""
+        del context
+        data = self._holdings.artifact(request.sha256)
+        for start in range(0, len(data), _ARTIFACT_PART_BYTES):
+            part = data[start : start + _ARTIFACT_PART_BYTES]
+            yield relay_pb2.GetArtifactResponse(data=part)
+
+    @answers
+    async def AcquireLease(  # noqa: N802
+        self, request: relay_pb2.AcquireLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.AcquireLeaseResponse:
+        """Grants a lease."""
+        del context
+        lease = self._holdings.acquire(
+            request.instance, request.generation, request.epoch, request.weights_digest,
+            request.holder,
+        )  # fmt: skip
+        probe = self._holdings.get(request.instance).probe
+        return relay_pb2.AcquireLeaseResponse(
+            lease=lease.lease, expiry=_duration(LEASE_SECONDS), probe=probe
+        )
+
+    @answers
+    async def RenewLease(  # noqa: N802
+        self, request: relay_pb2.RenewLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.RenewLeaseResponse:
+        """Prolongs a lease."""
+        del context
+        self._holdings.leases.use(request.lease)
+        return relay_pb2.RenewLeaseResponse(expiry=_duration(LEASE_SECONDS))
+
+    @answers
+    async def ReleaseLease(  # noqa: N802
+        self, request: relay_pb2.ReleaseLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.ReleaseLeaseResponse:
+        """Ends a lease."""
+        del context
+        self._holdings.leases.release(request.lease)
+        return relay_pb2.ReleaseLeaseResponse()
+
+    @streams
+    async def Pull(  # noqa: N802
+        self, request: relay_pb2.PullRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[relay_pb2.PullResponse]:
+        """Fills a target and says how far it is; leaving the call ends the pull."""
+        del context
+        holding = self._holdings.get(request.instance)
+        transfer = self._transfers.start(holding, convert.options_from_proto(request.options))
+        try:
+            async for progress in _watch(transfer):
+                yield progress
+        finally:
+            if not transfer.task.done():
+                await self._transfers.end(holding)
+
+    @answers
+    async def ReturnMapping(  # noqa: N802
+        self, request: relay_pb2.ReturnMappingRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.ReturnMappingResponse:
+        """Unmaps the writable arenas, after the pull into them has ended."""
+        del context
+        holding = self._holdings.get(request.instance, request.generation)
+        await self._transfers.end(holding)
+        return relay_pb2.ReturnMappingResponse(unmapped_count=holding.return_mapping())
+
+
+async def _watch(transfer: Transfer) -> AsyncIterator[relay_pb2.PullResponse]:
+    while not transfer.task.done():
+        yield relay_pb2.PullResponse(progress=convert.progress_to_proto(transfer))
+        await asyncio.wait([transfer.task], timeout=PROGRESS_SECONDS)
+    with contextlib.suppress(asyncio.CancelledError):
+        report = await transfer.task
+        yield relay_pb2.PullResponse(
+            progress=convert.progress_to_proto(transfer),
+            report=convert.report_to_proto(transfer),
+            probe=report.probe,
+        )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    return duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

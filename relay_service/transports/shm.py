@@ -1,0 +1,103 @@
+"""Copies from mapped arena to mapped arena on one host. No torch, no gRPC.
+
+The engine of the source is not asked and does not notice: the relay reads the
+pages that it maps. Two threads copy, since one core alone does not fill the
+memory bus; `ctypes.memmove` and xxhash both release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from relay_service.core.holding import Holding
+from relay_service.core.holdings import Holdings
+from relay_service.core.instance import Instance
+from relay_service.core.leases import Lease
+from relay_service.core.manifest import BLOCK_BYTES, Manifest
+from relay_service.core.ports import Land
+from relay_service.core.rate import TokenBucket
+from relay_service.core.together import in_thread, together
+
+_THREADS = min(2, os.cpu_count() or 1)
+
+
+class ShmTransport:
+    """Reaches sources that are attached to this very relay."""
+
+    name = "shm"
+
+    def __init__(self, holdings: Holdings, egress: TokenBucket) -> None:
+        self._holdings = holdings
+        self._egress = egress
+
+    async def unusable(self, source: Instance) -> str:
+        """Says so when the source is not attached to this relay."""
+        holding = self._holdings.find(source.instance, source.generation)
+        return "" if holding else f"{source.instance} is not on this host"
+
+    async def open(self, source: Instance, holder: str) -> ShmSession:
+        """Takes a lease for `holder`. Raises `NotFound` or `Refused`."""
+        lease = self._holdings.acquire(
+            source.instance, source.generation, source.weights.epoch, source.weights.digest, holder
+        )
+        holding = self._holdings.get(source.instance, source.generation)
+        return ShmSession(self._holdings, holding, lease, self._egress)
+
+
+class ShmSession:
+    """A lease on a holding of this relay."""
+
+    def __init__(
+        self, holdings: Holdings, holding: Holding, lease: Lease, egress: TokenBucket
+    ) -> None:
+        self._holdings = holdings
+        self._holding = holding
+        self._lease = lease
+        self._egress = egress
+
+    async def manifest(self, rank: int) -> Manifest:
+        """Returns the verified manifest of one rank."""
+        return self._holding.manifest(rank)
+
+    async def read(
+        self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket
+    ) -> None:
+        """Copies blocks, in batches and on threads of their own."""
+        batches = _batches(blocks, min(limit.batch_blocks, self._egress.batch_blocks))
+        await together(*(self._copy_all(rank, batches, land, limit) for _ in range(_THREADS)))
+
+    async def _copy_all(
+        self, rank: int, batches: deque[Sequence[int]], land: Land, limit: TokenBucket
+    ) -> None:
+        try:
+            while batches:
+                batch = batches.popleft()
+                await limit.take(len(batch) * BLOCK_BYTES)
+                await self._egress.take(len(batch) * BLOCK_BYTES)
+                self._holdings.leases.use(self._lease.lease)
+                await in_thread(partial(self._copy, rank, batch, land))
+        except BaseException:
+            batches.clear()  # the other thread need not go on for nothing
+            raise
+
+    def _copy(self, rank: int, batch: Sequence[int], land: Land) -> None:
+        manifest = self._holding.manifest(rank)
+        for index in batch:
+            block = manifest.block(index)
+            with self._holding.reading(rank, self._lease.epoch) as arena:
+                land(index, arena.view(block.offset, block.nbytes))
+
+    async def probe(self) -> bytes:
+        """Returns the probe that the source recorded."""
+        return self._holding.probe
+
+    async def close(self) -> None:
+        """Gives the lease back."""
+        self._holdings.leases.release(self._lease.lease)
+
+
+def _batches(blocks: Sequence[int], size: int) -> deque[Sequence[int]]:
+    return deque(blocks[start : start + size] for start in range(0, len(blocks), size))
