@@ -1,0 +1,1 @@
+"""The device ring: torch, never gRPC. Runs in the rank workers alone."""

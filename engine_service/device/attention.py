@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_library = torch.library.Library("seedrelay", "DEF")
-_library.define(
+_library = torch.library.Library("seedrelay", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
     " Tensor slots, Tensor tables, Tensor lengths) -> Tensor"
 )

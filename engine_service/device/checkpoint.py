@@ -107,9 +107,9 @@ def _open_shards(folder: Path, index: dict[str, str]) -> dict[str, StoredTensor]
         if not (folder / shard).is_file():
             raise CheckpointError(f"{shard}: missing, but {INDEX_FILE} names it", file=shard)
         for name, tensor in read_file(folder / shard).items():
-            if index.get(name) != shard:
+            if (place := index.get(name, "no file")) != shard:
                 raise CheckpointError(
-                    f"{shard}: holds {name}, which {INDEX_FILE} puts in {index.get(name, 'no file')}",
+                    f"{shard}: holds {name}, which {INDEX_FILE} puts in {place}",
                     file=shard, tensor=name,
                 )  # fmt: skip
             tensors[name] = tensor

@@ -59,9 +59,8 @@ class GraphRunner:
         self._embedding = _bind(embedding, model.embedding.weights())
         self._layer = layer
         self._head = _bind(head, model.head.weights())
-        self._bound = [
-            (*stage.weights(), *held) for stage, held in zip(model.layers, cache.layers, strict=True)
-        ]  # fmt: skip
+        bound = zip(model.layers, cache.layers, strict=True)
+        self._bound = [(*stage.weights(), *held) for stage, held in bound]
         self._prove()
 
     def replay(self, batch: Batch) -> Tensor:
