@@ -8,6 +8,7 @@ import sys
 from typing import Annotated
 
 import typer
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 from clients import cli_model, cli_serve, report
 from clients.cli_run import Failure, run, say
@@ -18,7 +19,6 @@ from clients.relay import RelayClient
 from relay_service.core.match import Target
 from relay_service.core.rate import parse_rate
 from relay_service.rpc.convert import format_from_proto, placement_from_proto
-from seedrelay.v1 import engine_pb2, weights_pb2
 
 app = typer.Typer(
     help="Brings up LLM inference replicas from one that already serves.",
@@ -209,7 +209,7 @@ def _print_engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
     for rank in shown["ranks"]:
         say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
-            f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'not sealed'}")  # fmt: skip
+            f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip
 
 
 def _print_relay(shown: dict[str, object], *, as_json: bool) -> None:
@@ -221,8 +221,10 @@ def _print_relay(shown: dict[str, object], *, as_json: bool) -> None:
         say(f"  {one['instance']}  {one['state']}  {one['weight_version'] or '-'}  "
             f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
     for one in _dicts(shown["transfers"]):
-        say(f"  filling {one['instance']} from {one['source_instance'] or '?'} over "
-            f"{one['transport'] or '?'}: {one['bytes_verified']}/{one['bytes_total']} bytes")  # fmt: skip
+        way = f"from {one['source_instance'] or '?'} over {one['transport'] or '?'}"
+        say(
+            f"  filling {one['instance']} {way}: {one['bytes_verified']}/{one['bytes_total']} bytes"
+        )
 
 
 def _dicts(value: object) -> list[dict[str, object]]:

@@ -116,7 +116,7 @@ def fetch(
 
 
 @app.command()
-def random(  # noqa: PLR0913 - each is an option
+def random(
     *,
     out: Out = None,
     size: Size = None,
@@ -140,7 +140,7 @@ def random(  # noqa: PLR0913 - each is an option
     """
 
     def make(report: Report) -> ModelFolder:
-        from engine_service.checkpoint.random_llama import RandomLlama, make  # noqa: PLC0415 - heavy
+        from engine_service.checkpoint.random_llama import RandomLlama, make
 
         shape = ShapeWish(
             hidden_size=hidden,

@@ -91,7 +91,9 @@ def relay(
 
 def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> None:
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
         asyncio.run(service)

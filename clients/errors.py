@@ -1,9 +1,9 @@
 """What went wrong with a call, as one typed error per gRPC status.
 
-    ClientError
-    ├── Unreachable         nobody answers at the address (UNAVAILABLE)
-    ├── DeadlineExceeded    the deadline is over
-    └── CallFailed          the service refused or failed
+ClientError
+├── Unreachable         nobody answers at the address (UNAVAILABLE)
+├── DeadlineExceeded    the deadline is over
+└── CallFailed          the service refused or failed
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 from clients.channel import open_channel
 from clients.errors import ClientError
@@ -14,7 +15,6 @@ from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Match, Target
 from relay_service.rpc import convert
-from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
+
 from relay_service.core.instance import Instance
 from relay_service.core.match import Match
 from relay_service.rpc import convert
-from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
 
 
 def state_name(value: weights_pb2.InstanceState) -> str:

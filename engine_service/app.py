@@ -14,6 +14,8 @@ import signal
 import uuid
 from pathlib import Path
 
+from seedrelay.v1 import engine_pb2_grpc
+
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
@@ -25,7 +27,6 @@ from engine_service.rpc import server as rpc
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
-from seedrelay.v1 import engine_pb2_grpc
 
 FAILED_LINGER_SECONDS = 3.0
 """Time in which a failed service still says why it failed before it exits."""
@@ -117,8 +118,7 @@ async def _drain(runtime: InstanceRuntime, grace_seconds: float) -> None:
     scheduler = runtime.engine.scheduler
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_seconds):
-            while scheduler.running or scheduler.waiting:
-                await asyncio.sleep(0.02)
+            await runtime.engine.idle()
     scheduler.abort_all(runtime.engine.weights)
 
 

@@ -1,23 +1,23 @@
 """Errors of the engine service.
 
-    EngineError
-    ├── ConfigError            a setting that cannot work
-    ├── InvalidRequest         a request that can never be served
-    ├── NotReady               the instance isn't ready (yet, or any more)
-    ├── QueueFull              too many requests wait
-    ├── WrongState             the instance is not in a state for this
-    ├── ModelError             a model folder that cannot be served
-    │   ├── CheckpointError    a checkpoint that is broken or does not fit
-    │   └── UnsupportedModel   a family, format or dtype that isn't supported
-    ├── ArenaError             weights that lie outside the arena, or cannot be sealed
-    ├── CaptureError           a graph that could not be captured
-    ├── NonFiniteLogits        the weights compute NaN or infinity
-    ├── ProbeMismatch          the weights do not compute what the seed recorded
-    ├── FillFailed             no source could fill the instance
-    │   └── FillTimeout        the deadline is over
-    ├── RelayUnreachable       the relay cannot be reached
-    ├── RankDied               a rank worker ended or broke the protocol
-    └── ResourceExhausted      no memory or no descriptors
+EngineError
+├── ConfigError            a setting that cannot work
+├── InvalidRequest         a request that can never be served
+├── NotReady               the instance isn't ready (yet, or any more)
+├── QueueFull              too many requests wait
+├── WrongState             the instance is not in a state for this
+├── ModelError             a model folder that cannot be served
+│   ├── CheckpointError    a checkpoint that is broken or does not fit
+│   └── UnsupportedModel   a family, format or dtype that isn't supported
+├── ArenaError             weights that lie outside the arena, or cannot be sealed
+├── CaptureError           a graph that could not be captured
+├── NonFiniteLogits        the weights compute NaN or infinity
+├── ProbeMismatch          the weights do not compute what the seed recorded
+├── FillFailed             no source could fill the instance
+│   └── FillTimeout        the deadline is over
+├── RelayUnreachable       the relay cannot be reached
+├── RankDied               a rank worker ended or broke the protocol
+└── ResourceExhausted      no memory or no descriptors
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import os
 import signal
 import uuid
 
+from seedrelay.v1 import relay_pb2_grpc
+
 from relay_service.config import RelayConfig, socket_path
 from relay_service.core.attach_server import AttachServer
 from relay_service.core.holdings import Holdings
@@ -22,7 +24,6 @@ from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports.grpc_stream import BlockServicer, GrpcTransport
 from relay_service.transports.shm import ShmTransport
-from seedrelay.v1 import relay_pb2_grpc
 
 _log = logging.getLogger(__name__)
 

@@ -1,22 +1,22 @@
 """Errors of the relay service.
 
-    RelayError
-    ├── ConfigError            a setting that cannot work
-    ├── InvalidRequest         a request that can never be served
-    │   └── ManifestError      a manifest that contradicts itself
-    ├── NotFound               an instance, rank, lease or artifact that isn't here
-    ├── Conflict               a name that another instance holds
-    ├── Refused                a source or target that does not fit
-    │   ├── FormatMismatch     other format, placement or layout
-    │   ├── WrongState         the instance is not in a state for this
-    │   ├── LeaseEnded         the lease is over
-    │   └── EpochChanged       the source was updated while it was read
-    ├── SourceFailed           a source died, stalled or broke the protocol
-    ├── NotYet                 the block is not verified there yet
-    ├── NoSource               nobody (or nobody any more) can fill the target
-    ├── CorruptBlock           bytes that do not match their digest
-    ├── ResourceExhausted      no memory, no descriptors, too many readers
-    └── PullTimeout            the deadline of a pull is over
+RelayError
+├── ConfigError            a setting that cannot work
+├── InvalidRequest         a request that can never be served
+│   └── ManifestError      a manifest that contradicts itself
+├── NotFound               an instance, rank, lease or artifact that isn't here
+├── Conflict               a name that another instance holds
+├── Refused                a source or target that does not fit
+│   ├── FormatMismatch     other format, placement or layout
+│   ├── WrongState         the instance is not in a state for this
+│   ├── LeaseEnded         the lease is over
+│   └── EpochChanged       the source was updated while it was read
+├── SourceFailed           a source died, stalled or broke the protocol
+├── NotYet                 the block is not verified there yet
+├── NoSource               nobody (or nobody any more) can fill the target
+├── CorruptBlock           bytes that do not match their digest
+├── ResourceExhausted      no memory, no descriptors, too many readers
+└── PullTimeout            the deadline of a pull is over
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ bookkeeping needs no locks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from engine_service.core.ports import Runner
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
@@ -25,14 +25,16 @@ class Engine:
         """Weights that serve; each token is labelled with those of its step."""
         self._runner = runner
         self._work = asyncio.Event()
+        self._idle = asyncio.Event()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
         """Streams the tokens of a request. Leaving the iterator frees its KV and its slot.
 
         Raises `InvalidRequest`, `QueueFull`, or what ended the engine.
         """
         sequence = self.scheduler.add(request)
         self._work.set()
+        self._idle.clear()
         try:
             while True:
                 event = await sequence.events.get()
@@ -51,12 +53,18 @@ class Engine:
                 await self._step()
         except EngineError as error:
             self.scheduler.fail_all(error)
+            self._idle.set()
             raise
+
+    async def idle(self) -> None:
+        """Waits until nothing runs and nothing waits."""
+        await self._idle.wait()
 
     async def _step(self) -> None:
         batch = self.scheduler.schedule()
         if not batch:
             self._work.clear()
+            self._idle.set()
             await self._work.wait()
             return
         weights = self.weights

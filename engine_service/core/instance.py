@@ -28,8 +28,8 @@ from engine_service.core.messages import (
     LoadDisk,
     Loaded,
     RankConfig,
-    RecordProbe,
     Recorded,
+    RecordProbe,
     Start,
 )
 from engine_service.core.model_files import choose_offer, read_folder
@@ -114,7 +114,7 @@ class InstanceRuntime:
                 self.lifecycle.to(State.DUMMY)
                 await self._capture()
         except EngineError as error:
-            _log.error("start failed: %s", error)  # noqa: TRY400 - the message says it all
+            _log.error("start failed: %s", error)
             self.lifecycle.to(State.FAILED, str(error))
             await self._tell_relay()
 
@@ -280,9 +280,7 @@ class InstanceRuntime:
             on_progress(FillProgress(phase="committing"))
             began = time.monotonic()
             await link.return_mapping()
-            landed = await link.manifests(len(self.manifests))
-            if weights_digest(landed) != report.weights_digest:
-                raise FillFailed("the relay's manifests are not of the weights that it reports")
+            landed = await self._landed(link, report)
         except BaseException:
             self.lifecycle.to(State.DUMMY)
             await link.update()
@@ -290,6 +288,12 @@ class InstanceRuntime:
         self.manifests = landed
         report.seconds_commit = time.monotonic() - began
         return report
+
+    async def _landed(self, link: RelayLink, report: FillReport) -> list[Manifest]:
+        manifests = await link.manifests(len(self.manifests))
+        if weights_digest(manifests) != report.weights_digest:
+            raise FillFailed("the relay's manifests are not of the weights that it reports")
+        return manifests
 
     async def _commit(self, report: FillReport, on_progress: OnProgress) -> None:
         """Makes landed weights serve. A failure here is the end: the arena is no dummy any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from engine_service.errors import WrongState
 from relay_service.core.instance import State
@@ -44,7 +44,7 @@ class Lifecycle:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def watch(self) -> AsyncIterator[State]:
+    async def watch(self) -> AsyncGenerator[State]:
         """Yields the present state and every later one, up to `STOPPED`."""
         while True:
             changed = self._changed

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass
@@ -38,8 +39,6 @@ class Phases:
 
 def _process_age_seconds() -> float:
     """Seconds since this process was started (proc(5): field 22 of stat, in clock ticks)."""
-
-    with open("/proc/self/stat", encoding="ascii") as stat:
-        fields = stat.read().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

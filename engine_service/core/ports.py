@@ -88,4 +88,3 @@ class RelayLink(Protocol):
 
 OpenLink = Callable[[str], RelayLink]
 """Makes the link to the relay at an address."""
-

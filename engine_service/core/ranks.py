@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -40,11 +40,14 @@ _log = logging.getLogger(__name__)
 class RankWorker:
     """One worker process and the stream to it."""
 
-    def __init__(self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel) -> None:
+    def __init__(
+        self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel
+    ) -> None:
         self.rank = rank
         self.process = process
         self.channel = channel
-        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.progress: tuple[int, int] = (0, 0)
+        """Bytes done and bytes in all of the command in work."""
 
     @property
     def pid(self) -> int:
@@ -66,7 +69,7 @@ class RankWorker:
             except (ChannelClosed, msgspec.MsgspecError) as error:
                 raise self._died() from error
             if isinstance(reply, Progress):
-                self.on_progress(reply.bytes_done, reply.bytes_total)
+                self.progress = (reply.bytes_done, reply.bytes_total)
             elif isinstance(reply, Failed):
                 raise _error_of(reply)
             elif isinstance(reply, kind):

@@ -47,7 +47,9 @@ class TextCodec:
                 messages=messages, add_generation_prompt=True, **self._special
             )
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses this: {error}", field="chat") from error
+            raise InvalidRequest(
+                f"the chat template refuses this: {error}", field="chat"
+            ) from error
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def detokenizer(self) -> Detokenizer:

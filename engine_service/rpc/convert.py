@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable
 
 from google.protobuf import duration_pb2
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 from engine_service.core.instance import InstanceRuntime
 from engine_service.core.messages import Sampling
@@ -19,7 +20,6 @@ from relay_service.core.instance import State
 from relay_service.core.manifest import weights_digest
 from relay_service.core.pull import PathStep, PullOptions
 from relay_service.memory.host import is_sealed
-from seedrelay.v1 import engine_pb2, weights_pb2
 
 DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS = 1 << 20
@@ -32,9 +32,7 @@ FINISH = {
 }
 
 
-def request_from_proto(
-    message: engine_pb2.GenerateRequest, codec: TextCodec
-) -> GenerationRequest:
+def request_from_proto(message: engine_pb2.GenerateRequest, codec: TextCodec) -> GenerationRequest:
     """Returns a checked and tokenized request. Raises `InvalidRequest` by field."""
     params = message.sampling
     max_tokens = params.max_tokens or DEFAULT_MAX_TOKENS
@@ -63,9 +61,9 @@ def spans_to_proto(spans: Iterable[Span]) -> list[engine_pb2.VersionSpan]:
     ]
 
 
-def state_to_proto(state: State) -> weights_pb2.InstanceState:
-    """Returns the state's enum value."""
-    return weights_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+def state_to_proto(state: State) -> str:
+    """Returns the name of the state's enum value; messages take it as it is."""
+    return f"INSTANCE_STATE_{state}"
 
 
 def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
@@ -96,9 +94,7 @@ def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
             expert_parallel_size=runtime.placement.expert_parallel_size,
         ),
         phases=[
-            engine_pb2.Phase(
-                name=p.name, begin_seconds=p.begin_seconds, end_seconds=p.end_seconds
-            )
+            engine_pb2.Phase(name=p.name, begin_seconds=p.begin_seconds, end_seconds=p.end_seconds)
             for p in runtime.phases.measured
         ],
         relay=runtime.link.address if runtime.link else "",

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.instance import InstanceRuntime
@@ -18,7 +19,6 @@ from engine_service.errors import InvalidRequest, NotReady
 from engine_service.rpc import convert
 from engine_service.rpc.status import answers, streams
 from relay_service.core.instance import State
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 
@@ -70,9 +70,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise InvalidRequest("a relay is needed", field="relay")
         progress = [FillProgress(phase="attaching")]
         options = convert.options_from_proto(request.options)
-        fill = asyncio.ensure_future(
-            self._runtime.fill(request.relay, options, lambda p: progress.append(p))
-        )
+        fill = asyncio.ensure_future(self._runtime.fill(request.relay, options, progress.append))
         try:
             while not fill.done():
                 yield engine_pb2.PullWeightsResponse(

@@ -80,8 +80,7 @@ class AttachServer:
     async def _serve(self, channel: AsyncChannel) -> None:
         holding: Holding | None = None
         try:
-            if channel.peer_credentials()[1] != os.getuid():
-                raise ChannelClosed("another user may not attach")
+            _check_user(channel)
             holding = await self._attach(channel)
             while holding:
                 await self._follow(channel, holding)
@@ -120,3 +119,8 @@ class AttachServer:
         holding.apply(message)
         _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
         await channel.send(encode(Accepted()))
+
+
+def _check_user(channel: AsyncChannel) -> None:
+    if channel.peer_credentials()[1] != os.getuid():
+        raise ChannelClosed("another user may not attach")

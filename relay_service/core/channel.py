@@ -155,10 +155,17 @@ class AsyncChannel:
             raise ChannelClosed("this side has closed the channel")
         loop, fd = asyncio.get_running_loop(), self._sock.fileno()
         ready = loop.create_future()
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
         add, remove = (
-            (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+            (loop.add_writer, loop.remove_writer)
+            if write
+            else (loop.add_reader, loop.remove_reader)
         )
-        add(fd, lambda: ready.done() or ready.set_result(None))
+        add(fd, wake)
         try:
             await ready
         finally:

@@ -107,12 +107,11 @@ class Holding:
         if self._writers:
             raise WrongState(f"{self.name} is being filled already")
         self._writers = self._map(writable=True)
-        landed = [r.verified for r in self.receivers] or [None] * len(self.manifests)
+        landed: list[list[bytes] | None] = [r.verified for r in self.receivers]
+        landed = landed or [None] * len(self.manifests)
         self.receivers = [
             Receiver(manifest.without_digests(), arena, verified)
-            for manifest, arena, verified in zip(
-                self.manifests, self._writers, landed, strict=True
-            )
+            for manifest, arena, verified in zip(self.manifests, self._writers, landed, strict=True)
         ]
         return self.receivers
 

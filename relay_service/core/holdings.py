@@ -69,9 +69,7 @@ class Holdings:
             for holding in self._attached.values()
         ]
 
-    def acquire(
-        self, name: str, generation: str, epoch: int, digest: str, holder: str
-    ) -> Lease:
+    def acquire(self, name: str, generation: str, epoch: int, digest: str, holder: str) -> Lease:
         """Grants a lease on weights as they were announced.
 
         Raises `NotFound`, or `WrongState` when the instance holds others by now.

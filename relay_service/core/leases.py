@@ -66,7 +66,9 @@ class LeaseTable:
     def count(self, instance: str = "", generation: str = "") -> int:
         """Counts the live leases, of all instances or of one life of one."""
         self.expire()
-        return sum(1 for v in self._leases.values() if not instance or _is_on(v, instance, generation))
+        return sum(
+            1 for v in self._leases.values() if not instance or _is_on(v, instance, generation)
+        )
 
 
 def _is_on(lease: Lease, instance: str, generation: str) -> bool:

@@ -49,9 +49,7 @@ class SourceSession(Protocol):
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
 
-    async def read(
-        self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket
-    ) -> None:
+    async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Reads blocks and lands each one, at most as fast as `limit` allows.
 
         Returns when all have landed. Raises `SourceFailed` when the source dies

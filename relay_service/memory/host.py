@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import struct
+from pathlib import Path
 
 from relay_service.core.manifest import HEADER_BYTES, block_digest
 from relay_service.errors import ManifestError, ResourceExhausted
@@ -82,7 +83,8 @@ class HostArena:
         if mapped == _MAP_FAILED or mapped is None:
             error = ctypes.get_errno()
             raise ResourceExhausted(f"cannot map {size} bytes: {os.strerror(error)}")
-        self.base, self.size = mapped, size
+        self.base: int = mapped
+        self.size = size
         self.data_bytes = data_bytes
         self.writable = writable
         # Asked for, not required: `page_kind` reports what the host gave.
@@ -126,7 +128,7 @@ class HostArena:
     @property
     def sequence(self) -> int:
         """Number that is odd while a commit is applied and changes with each one."""
-        return ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value
+        return int(ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value)
 
     @sequence.setter
     def sequence(self, value: int) -> None:
@@ -135,7 +137,7 @@ class HostArena:
     def page_kind(self) -> str:
         """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""
         huge = 0
-        with open("/proc/self/smaps", encoding="ascii") as smaps:
+        with Path("/proc/self/smaps").open(encoding="ascii") as smaps:
             inside = False
             for line in smaps:
                 if "-" in line.split(" ", 1)[0]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from seedrelay.v1 import relay_pb2, weights_pb2
+
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
@@ -11,14 +13,13 @@ from relay_service.core.manifest import Manifest, TensorEntry, Unit
 from relay_service.core.pull import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
 from relay_service.errors import InvalidRequest, ManifestError
-from seedrelay.v1 import relay_pb2, weights_pb2
 
 _PAGE_ITEMS = 4096
 
 
-def state_to_proto(state: State) -> weights_pb2.InstanceState:
-    """Returns the state's enum value."""
-    return weights_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+def state_to_proto(state: State) -> str:
+    """Returns the name of the state's enum value; messages take it as it is."""
+    return f"INSTANCE_STATE_{state}"
 
 
 def state_from_proto(value: weights_pb2.InstanceState) -> State:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 from google.protobuf import duration_pb2
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc
 
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
@@ -18,7 +19,6 @@ from relay_service.errors import InvalidRequest
 from relay_service.rpc import convert
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
-from seedrelay.v1 import relay_pb2, relay_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 _ARTIFACT_PART_BYTES = 1 << 20

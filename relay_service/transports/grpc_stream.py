@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
+from seedrelay.v1 import relay_pb2
 
 from clients.errors import ClientError
 from clients.relay import RelayClient
@@ -22,7 +23,6 @@ from relay_service.core.rate import TokenBucket
 from relay_service.errors import EpochChanged, LeaseEnded, RelayError, SourceFailed
 from relay_service.rpc.status import abort_with
 from relay_service.transports.block_codec import decode_block, encode_block
-from seedrelay.v1 import relay_pb2
 
 _SERVICE = "seedrelay.v1.BlockService"
 _METHOD = "ReadBlocks"
@@ -75,9 +75,7 @@ class GrpcSession:
         """Returns the probe that the source recorded; empty where it has none."""
         return self._probe
 
-    async def read(
-        self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket
-    ) -> None:
+    async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Reads one stream of blocks and lands each one as it comes."""
         request = relay_pb2.ReadBlocksRequest(lease=self._lease, rank=rank, blocks=blocks)
         method = self._relay.channel.unary_stream(

@@ -62,9 +62,7 @@ class ShmSession:
         """Returns the verified manifest of one rank."""
         return self._holding.manifest(rank)
 
-    async def read(
-        self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket
-    ) -> None:
+    async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Copies blocks, in batches and on threads of their own."""
         batches = _batches(blocks, min(limit.batch_blocks, self._egress.batch_blocks))
         await together(*(self._copy_all(rank, batches, land, limit) for _ in range(_THREADS)))
