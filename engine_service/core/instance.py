@@ -84,6 +84,7 @@ class InstanceRuntime:
         self.codec: TextCodec | None = None
         self.manifests: list[Manifest] = []
         self.link: RelayLink | None = None
+        self.fill_report: FillReport | None = None
         self._open_link = open_link
         self._files: dict[str, bytes] = {}
         self._probe = b""
@@ -132,7 +133,9 @@ class InstanceRuntime:
             on_progress(FillProgress(phase="attaching"))
             await self._attach(relay)
             report = await self._land(options, on_progress)
+            await self._capture()
             await self._commit(report, on_progress)
+            self.fill_report = report
             return report
 
     async def close(self) -> None:
@@ -209,7 +212,10 @@ class InstanceRuntime:
                 if offer:
                     # A name may be of a model; the pull wants the instance.
                     self._source_instance = offer.instance if self.config.source else ""
-                    return files if "config.json" in files else await link.fetch(offer)
+                    if "config.json" in files:
+                        return files
+                    self.identity = dataclasses.replace(self.identity, model=offer.model)
+                    return await link.fetch(offer)
             except RelayUnreachable as error:
                 _log.warning("%s", error)
             await asyncio.sleep(RETRY_SECONDS)

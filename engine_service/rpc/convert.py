@@ -99,6 +99,8 @@ def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
         ],
         relay=runtime.link.address if runtime.link else "",
     )
+    if runtime.fill_report is not None:
+        status.fill.CopyFrom(report_to_proto(runtime.fill_report, runtime.lifecycle.state))
     if runtime.format is not None:
         facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in runtime.format.facts]
         status.format.CopyFrom(

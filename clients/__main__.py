@@ -1,0 +1,5 @@
+"""`python -m clients` is the `seedrelay` command."""
+
+from clients.cli import main
+
+main()
