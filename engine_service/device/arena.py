@@ -26,10 +26,11 @@ class Arena:
         self.fd = create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
         self._memory = HostArena(self.fd, manifest.data_bytes, writable=True)
         self._memory.write_header(generation)
-        self._bytes = _bytes_of(self._memory)
-        self.tensors: dict[str, torch.Tensor] = {
-            entry.name: self._tensor(entry) for unit in manifest.units for entry in unit.tensors
-        }
+        with torch.inference_mode(mode=False):  # else nobody may write them in place later
+            self._bytes = _bytes_of(self._memory)
+            self.tensors: dict[str, torch.Tensor] = {
+                entry.name: self._tensor(entry) for unit in manifest.units for entry in unit.tensors
+            }
 
     @property
     def address(self) -> int:

@@ -46,9 +46,13 @@ def make_batch(rows: Sequence[Row], cache: KVCache, vocab_size: int) -> Batch:
 
 
 def _tables(rows: Sequence[Row], cache: KVCache, longest: int) -> Tensor:
+    """Blocks that a row has but has not begun to write are not read: others wrote them."""
     width = -(-longest // cache.block_tokens)
-    padding = [cache.padding_block] * width
-    return torch.tensor([[*row.blocks, *padding][:width] for row in rows])
+    tables = []
+    for row in rows:
+        begun = -(-(row.position + len(row.tokens)) // cache.block_tokens)
+        tables.append([*row.blocks[:begun], *[cache.padding_block] * (width - begun)])
+    return torch.tensor(tables)
 
 
 def _slots(tables: Tensor, positions: Tensor, block_tokens: int) -> Tensor:

@@ -112,7 +112,7 @@ class GraphRunner:
 
 def _trace(model: Llama, stage: Stage, inputs: Sequence[Tensor]) -> _Graph:
     # Pulls in sympy and torch's compiler: seconds that only a capture needs.
-    from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     count = len(stage.WEIGHTS)
 
@@ -120,7 +120,7 @@ def _trace(model: Llama, stage: Stage, inputs: Sequence[Tensor]) -> _Graph:
         return stage.bound(arguments[:count]).forward(*arguments[count:])
 
     name = type(stage).__name__.lower()
-    traced = make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    traced = make_fx(call, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)
     try:
         graph = traced(*stage.weights(), *inputs)
     except Exception as error:

@@ -1,0 +1,110 @@
+"""Makes tiny random Llama checkpoints, and ranks and sequences that serve them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine_service.core.messages import RankConfig, Row, Sampling, Start
+from engine_service.device.config import ModelConfig, parse_config
+from engine_service.device.models.llama_format import checkpoint_shapes
+from engine_service.device.rank import Rank
+
+torch.set_num_threads(1)
+
+BLOCK_TOKENS = 8
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 199,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def random_weights(config: ModelConfig, seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """Returns seeded random contents of a checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            torch.randn(shape, generator=generator) * (0.2 if len(shape) > 1 else 0.1)
+            + (len(shape) == 1)
+        ).to(dtype)
+        for name, shape in checkpoint_shapes(config).items()
+    }
+
+
+def write_checkpoint(folder: Path, seed: int = 1, dtype=torch.float32, **changes) -> Path:
+    """Writes a checkpoint folder of a tiny model; `changes` are of its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = json.dumps(TINY | changes).encode()
+    (folder / "config.json").write_bytes(raw)
+    weights = random_weights(parse_config(raw), seed, dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def start_message(folder: Path, dtype: str = "float32", **changes) -> Start:
+    """Returns the command that starts a rank for a folder's model."""
+    settings = {
+        "rank": 0, "world_size": 1, "generation": "tests", "dtype": dtype, "device": "cpu",
+        "threads": 1, "kv_block_tokens": BLOCK_TOKENS, "kv_blocks": 64, "max_running": 8,
+    } | changes  # fmt: skip
+    files = {"config.json": (folder / "config.json").read_bytes()}
+    return Start(RankConfig(**settings), files)
+
+
+def serving_rank(folder: Path, dtype: str = "float32", *, capture: bool = False) -> Rank:
+    """Returns a rank with a folder's weights."""
+    rank = Rank(start_message(folder, dtype))
+    rank.load(folder, lambda _done, _total: None)
+    if capture:
+        rank.graphs.capture()
+    return rank
+
+
+class Sequence:
+    """One request as the scheduler sees it: its tokens, and blocks of its own."""
+
+    def __init__(self, prompt, first_block: int = 0, sampling: Sampling | None = None) -> None:
+        self.tokens = list(prompt)
+        self.prompt_length = len(self.tokens)
+        self.blocks = tuple(range(first_block, first_block + 8))
+        self.sampling = sampling or Sampling()
+        self.done = 0
+
+    def row(self) -> Row:
+        """Returns the next row: all tokens that have no KV yet."""
+        fresh = tuple(self.tokens[self.done :])
+        index = len(self.tokens) - self.prompt_length
+        return Row(fresh, self.done, self.blocks, index, self.sampling)
+
+    def take(self, token: int) -> None:
+        """Appends a sampled token."""
+        self.done = len(self.tokens)
+        self.tokens.append(token)
+
+    @property
+    def output(self) -> list[int]:
+        """The sampled tokens."""
+        return self.tokens[self.prompt_length :]
+
+
+def run(step: Callable, sequences: list[Sequence], count: int) -> None:
+    """Runs sequences together for a number of steps."""
+    for _ in range(count):
+        rows = tuple(sequence.row() for sequence in sequences)
+        for sequence, token in zip(sequences, step(rows), strict=True):
+            sequence.take(token)
