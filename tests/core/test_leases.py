@@ -1,0 +1,77 @@
+"""Permissions to read, and their end."""
+
+import pytest
+from fakes import FakeClock
+
+from relay_service.core.leases import LEASE_SECONDS, LeaseTable
+from relay_service.errors import LeaseEnded
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """A clock that stands still."""
+    return FakeClock()
+
+
+@pytest.fixture
+def leases(clock) -> LeaseTable:
+    """An empty table."""
+    return LeaseTable(clock)
+
+
+def test_an_unused_lease_ends_by_itself(clock, leases):
+    """A lease that nobody uses ends after its time, and counts until then."""
+    lease = leases.acquire("seed", "life", 1, "target")
+    clock.now += LEASE_SECONDS - 0.01
+    assert leases.count() == 1
+    clock.now += 0.02
+    assert leases.count() == 0
+    with pytest.raises(LeaseEnded):
+        leases.use(lease.lease)
+
+
+def test_using_prolongs(clock, leases):
+    """A lease that is used in time does not end."""
+    lease = leases.acquire("seed", "life", 1, "target")
+    for _ in range(5):
+        clock.now += LEASE_SECONDS - 1
+        assert leases.use(lease.lease) is lease
+
+
+def test_an_expired_lease_does_not_come_back(clock, leases):
+    """Using a lease too late fails, also where nobody has swept the table."""
+    lease = leases.acquire("seed", "life", 1, "target")
+    clock.now += LEASE_SECONDS
+    with pytest.raises(LeaseEnded):
+        leases.use(lease.lease)
+
+
+def test_release_twice_is_harmless(leases):
+    """A lease that is given back is over; giving it back again does nothing."""
+    lease = leases.acquire("seed", "life", 1, "target")
+    leases.release(lease.lease)
+    leases.release(lease.lease)
+    leases.release("never was")
+    with pytest.raises(LeaseEnded):
+        leases.use(lease.lease)
+
+
+def test_a_lease_is_on_one_life(leases):
+    """Leases are counted and ended by the life of an instance, not by its name alone."""
+    old = leases.acquire("seed", "first life", 1, "a")
+    new = leases.acquire("seed", "second life", 1, "b")
+    other = leases.acquire("other", "first life", 1, "c")
+    assert leases.count("seed", "first life") == 1
+    leases.end_all("seed", "first life")
+    assert leases.count() == 2
+    with pytest.raises(LeaseEnded):
+        leases.use(old.lease)
+    assert leases.use(new.lease).holder == "b"
+    assert leases.use(other.lease).holder == "c"
+
+
+def test_leases_cannot_be_guessed(leases):
+    """Every lease has a long name of its own."""
+    names = {leases.acquire("seed", "life", 1, "a").lease for _ in range(100)}
+    assert len(names) == 100
+    assert all(len(name) >= 24 for name in names)

@@ -1,0 +1,366 @@
+"""In-memory twins of the ports, and small things that tests need often. No torch, no gRPC."""
+
+# What a method of a twin does, and what it is given, stands in its port.
+# ruff: noqa: D102, ARG002
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine_service.core.messages import Row
+from relay_service.core.attachment import (
+    Accepted,
+    Attach,
+    Denied,
+    Update,
+    decode_to_engine,
+    encode,
+)
+from relay_service.core.channel import AsyncChannel
+from relay_service.core.dtypes import DType
+from relay_service.core.format import Format, Placement
+from relay_service.core.instance import Instance, RankBlocks, State, Weights
+from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
+from relay_service.core.manifest import BLOCK_BYTES, Manifest, block_digest, weights_digest
+from relay_service.memory.host import HostArena, create_memfd, seal
+
+FORMAT = Format((("kernel_format", "1"), ("dtype", "bfloat16"), ("config.hidden_size", "64")))
+PROBE = b"probe"
+SEAM_BYTES = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 1, 1, 512)
+
+
+async def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    """Waits until a condition holds; fails when it does not within a generous deadline."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class FakeClock:
+    """A clock that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# Manifests and bytes
+
+
+def lay_out_bytes(sizes: Sequence[int], rank: int = 0) -> Manifest:
+    """Lays out one unit of one `u8` tensor per size."""
+    specs = [TensorSpec(f"w.{number}", DType.U8, (size,)) for number, size in enumerate(sizes)]
+    return lay_out(rank, [UnitSpec(f"unit.{n}", (spec,)) for n, spec in enumerate(specs)])
+
+
+def seam_layout(rank: int = 0) -> Manifest:
+    """Lays out tensors of every awkward size: around a block, tiny, scalar and empty."""
+    big = [UnitSpec(f"big.{n}", (TensorSpec(f"w.{n}", DType.U8, (n,)),)) for n in SEAM_BYTES]
+    odd = UnitSpec(
+        "odd",
+        (
+            TensorSpec("scalar", DType.F32, ()),
+            TensorSpec("empty", DType.BF16, (0,)),
+            TensorSpec("hollow", DType.F64, (2, 0)),
+            TensorSpec("one", DType.BOOL, (1,)),
+            TensorSpec("column", DType.F32, (3, 2), strides=(1, 3)),
+        ),
+    )
+    hollow = UnitSpec("hollow_unit", (TensorSpec("nothing", DType.U8, (0,)),))
+    return lay_out(rank, [*big[:3], odd, hollow, *big[3:]])
+
+
+def random_bytes(manifest: Manifest, seed: int = 1) -> bytes:
+    """Returns reproducible contents for an arena."""
+    return random.Random(seed).randbytes(manifest.data_bytes)  # noqa: S311
+
+
+def verified(layout: Manifest, data: bytes) -> Manifest:
+    """Returns a layout with the digests of `data`."""
+    blocks = [layout.block(index) for index in range(layout.block_count)]
+    return layout.with_digests([block_digest(data[b.offset : b.offset + b.nbytes]) for b in blocks])
+
+
+def same_weights(manifest: Manifest, left: bytes, right: bytes) -> bool:
+    """Returns whether two arenas agree in every byte of every unit."""
+    return all(
+        left[unit.offset : unit.offset + unit.nbytes]
+        == right[unit.offset : unit.offset + unit.nbytes]
+        for unit in manifest.units
+    )
+
+
+class BytesArena:
+    """An arena in a bytearray that counts how often each offset is hashed."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self.data = bytearray(data_bytes)
+        self.sequence = 2
+        self.passes: Counter[int] = Counter()
+        self.closed = False
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.data)[offset : offset + nbytes].toreadonly()
+
+    def land(self, offset: int, data: memoryview | bytes) -> bytes:
+        assert not self.closed, "landed in memory that is unmapped"
+        self.passes[offset] += 1
+        self.data[offset : offset + len(data)] = data
+        return block_digest(data)
+
+    def check_header(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def instance(name: str = "seed", **changes) -> Instance:
+    """Returns the announcement of a ready instance; `changes` are fields of it."""
+    fields = {
+        "instance": name, "generation": f"life of {name}", "model": "tiny",
+        "state": State.READY, "format": FORMAT, "placement": Placement(),
+        "weights": Weights("v1", "digest", 1), "ranks": (RankBlocks(0, 4, 4, 4096, "digest"),),
+        "address": "127.0.0.1:1",
+    } | changes  # fmt: skip
+    return Instance(**fields)
+
+
+# A seed in real shared memory, and an engine that attaches without torch
+
+
+class Memory:
+    """Arenas of one instance in real memfds, filled or all zero."""
+
+    def __init__(self, layouts: Sequence[Manifest], contents: Sequence[bytes] = ()) -> None:
+        self.layouts = list(layouts)
+        self.manifests = list(layouts)
+        self.descriptors = []
+        self.arenas: list[HostArena] = []
+        for layout in layouts:
+            fd = create_memfd("tests", layout.data_bytes)
+            arena = HostArena(fd, layout.data_bytes, writable=True)
+            arena.write_header("tests")
+            self.descriptors.append(fd)
+            self.arenas.append(arena)
+        if contents:
+            self.fill(contents)
+
+    def fill(self, contents: Sequence[bytes]) -> None:
+        """Writes weights and computes their digests."""
+        for arena, data in zip(self.arenas, contents, strict=True):
+            arena.land(0, data)
+        self.manifests = [verified(m, d) for m, d in zip(self.layouts, contents, strict=True)]
+
+    def contents(self, rank: int = 0) -> bytes:
+        """Returns the bytes of a rank's arena."""
+        return bytes(self.arenas[rank].view(0, self.layouts[rank].data_bytes))
+
+    @property
+    def digest(self) -> str:
+        """Weights digest; empty while there are none."""
+        return weights_digest(self.manifests)
+
+    def seal(self) -> None:
+        """Lets nobody else map the memory for writing."""
+        for fd in self.descriptors:
+            seal(fd)
+
+    def close(self) -> None:
+        """Lets go of it; whoever mapped it keeps it."""
+        for arena in self.arenas:
+            arena.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def attach_message(name: str, memory: Memory, **changes) -> Attach:
+    """Returns what the engine of `memory` says first; ready if it holds weights."""
+    ready = bool(memory.digest)
+    fields = {
+        "instance": name, "generation": f"life of {name}", "model": "tiny",
+        "state": State.READY if ready else State.DUMMY, "format": FORMAT,
+        "placement": Placement(),
+        "weights": Weights("v1", memory.digest, 1) if ready else Weights(),
+        "manifests": tuple(memory.manifests), "artifacts": {}, "probe": PROBE if ready else b"",
+    } | changes  # fmt: skip
+    return Attach(**fields)
+
+
+class FakeEngine:
+    """An engine's side of the attachment socket."""
+
+    def __init__(self, name: str, memory: Memory) -> None:
+        self.name = name
+        self.memory = memory
+        self.channel: AsyncChannel | None = None
+
+    async def attach(self, path: Path | str, **changes) -> Accepted | Denied:
+        """Connects and attaches; `changes` are fields of the message."""
+        message = attach_message(self.name, self.memory, **changes)
+        return await self.say(path, encode(message), self.memory.descriptors)
+
+    async def say(
+        self, path: Path | str, frame: bytes, descriptors: Sequence[int] = ()
+    ) -> Accepted | Denied:
+        """Connects and sends any first frame."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        self.channel = AsyncChannel(sock)
+        await asyncio.get_running_loop().sock_connect(sock, str(path))
+        await self.channel.send(frame, tuple(descriptors))
+        return decode_to_engine(await self.channel.receive())
+
+    async def update(self, **fields) -> Accepted | Denied:
+        """Says how the instance has changed."""
+        await self.channel.send(encode(Update(**fields)))
+        return decode_to_engine(await self.channel.receive())
+
+    async def commit(self, manifests: Sequence[Manifest], version: str, epoch: int = 1) -> None:
+        """Becomes ready with weights that have landed."""
+        self.memory.manifests = list(manifests)
+        self.memory.seal()
+        weights = Weights(version, weights_digest(self.memory.manifests), epoch)
+        answer = await self.update(
+            state=State.READY, weights=weights, manifests=tuple(manifests), probe=PROBE
+        )
+        assert isinstance(answer, Accepted), answer
+
+    def leave(self) -> None:
+        """Detaches as a process does that ends, however it ends."""
+        if self.channel:
+            self.channel.close()
+            self.channel = None
+
+    def close(self) -> None:
+        """Leaves and lets go of its memory."""
+        self.leave()
+        self.memory.close()
+
+
+# Sources that misbehave
+
+
+class FakeFleet:
+    """A list of instances that tests change at will."""
+
+    def __init__(self, *instances: Instance) -> None:
+        self.known = list(instances)
+        self.asked = 0
+
+    async def instances(self) -> list[Instance]:
+        self.asked += 1
+        return list(self.known)
+
+
+class FakeSource:
+    """Weights in memory, and what goes wrong when somebody reads them."""
+
+    def __init__(self, name: str, layouts: Sequence[Manifest], contents: Sequence[bytes]) -> None:
+        self.contents = list(contents)
+        self.manifests = [verified(m, d) for m, d in zip(layouts, contents, strict=True)]
+        self.record = instance(name, weights=Weights("v1", weights_digest(self.manifests), 1))
+        self.corrupt: Counter[int] = Counter()
+        """How often each block is still sent with a flipped byte."""
+        self.fails_after: int | None = None
+        """Blocks that it delivers before it raises `error`."""
+        self.error: Exception | None = None
+        self.open_error: Exception | None = None
+        self.reads: list[int] = []
+        self.leases = 0
+        self.stalled = asyncio.Event()
+        """Set when a reader waits for a block that will not come."""
+        self.stalls = False
+
+
+class FakeTransport:
+    """Reaches fake sources by their name."""
+
+    def __init__(self, *sources: FakeSource, name: str = "fake", unusable: str = "") -> None:
+        self.name = name
+        self.sources = {source.record.instance: source for source in sources}
+        self.why_unusable = unusable
+
+    async def unusable(self, source: Instance) -> str:
+        return self.why_unusable
+
+    async def open(self, source: Instance, holder: str) -> FakeSession:
+        found = self.sources[source.instance]
+        if found.open_error:
+            raise found.open_error
+        found.leases += 1
+        return FakeSession(found)
+
+
+class FakeSession:
+    """A lease on a fake source."""
+
+    def __init__(self, source: FakeSource) -> None:
+        self._source = source
+
+    async def manifest(self, rank: int) -> Manifest:
+        return self._source.manifests[rank]
+
+    async def read(self, rank, blocks, land, limit) -> None:
+        source = self._source
+        for index in blocks:
+            if source.fails_after is not None and len(source.reads) >= source.fails_after:
+                if source.stalls:
+                    source.stalled.set()
+                    await asyncio.Event().wait()
+                raise source.error
+            block = source.manifests[rank].block(index)
+            data = bytearray(source.contents[rank][block.offset : block.offset + block.nbytes])
+            if source.corrupt[index]:
+                source.corrupt[index] -= 1
+                data[-1] ^= 1
+            source.reads.append(index)
+            await asyncio.sleep(0)
+            land(index, memoryview(data))
+
+    async def probe(self) -> bytes:
+        return PROBE
+
+    async def close(self) -> None:
+        self._source.leases -= 1
+
+
+# An engine without a model
+
+
+class FakeRunner:
+    """Samples the last token of each row plus one."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Row, ...]] = []
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        """A step waits for it; set unless a test clears it."""
+        self.gate.set()
+        self.stepping = asyncio.Event()
+        """Set when a step has begun."""
+
+    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+        self.steps.append(rows)
+        self.stepping.set()
+        await self.gate.wait()
+        if self.error:
+            raise self.error
+        return tuple(row.tokens[-1] + 1 for row in rows)
+
+
+def replace(record, **changes):
+    """Returns a record with some fields changed."""
+    return msgspec.structs.replace(record, **changes)
