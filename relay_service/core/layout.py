@@ -148,7 +148,7 @@ def _check_tensors(unit: Unit, owners: dict[str, TensorEntry]) -> None:
         if tensor.alias:
             owner = owners.get(tensor.alias)
             if owner is None or not _within(tensor, owner.offset, owner.nbytes):
-                raise ManifestError(f"tensor {tensor.name}: not within {tensor.alias}")
+                raise ManifestError(f"tensor {tensor.name}: not within {tensor.alias[:64]!r}")
             continue
         if tensor.offset < end or not _within(tensor, unit.offset, unit.nbytes):
             raise ManifestError(f"tensor {tensor.name}: extent overlaps or leaves {unit.name}")
@@ -158,7 +158,7 @@ def _check_tensors(unit: Unit, owners: dict[str, TensorEntry]) -> None:
 def _check_shape(tensor: TensorEntry) -> None:
     sizes = (*tensor.shape, *tensor.strides, tensor.offset, tensor.nbytes)
     if tensor.kind not in KINDS:
-        raise ManifestError(f"tensor {tensor.name}: unknown kind {tensor.kind!r}")
+        raise ManifestError(f"tensor {tensor.name}: unknown kind {tensor.kind[:64]!r}")
     if len(tensor.shape) > MAX_DIMENSIONS or len(tensor.shape) != len(tensor.strides):
         raise ManifestError(f"tensor {tensor.name}: {len(tensor.shape)} dimensions")
     if any(not 0 <= size <= MAX_DATA_BYTES for size in sizes):

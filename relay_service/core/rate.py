@@ -47,6 +47,7 @@ def parse_rate(text: str) -> int:
     if unit not in units or not number:
         raise ValueError(f"{text!r} is not a rate: write for example 64MiB/s")
     rate = float(number) * units[unit]
-    if not 0 <= rate < 1 << 50:
+    # A rate that would be cut to 0 would mean no limit.
+    if not (rate == 0 or 1 <= rate < 1 << 50):
         raise ValueError(f"{text!r} is out of range")
     return int(rate)
