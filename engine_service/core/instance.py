@@ -35,7 +35,7 @@ from engine_service.core.messages import (
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, OpenLink, RelayLink
-from engine_service.core.ranks import RankGroup
+from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec, read_json
 from engine_service.errors import (
     ConfigError,
@@ -135,7 +135,6 @@ class InstanceRuntime:
             report = await self._land(options, on_progress)
             await self._capture()
             await self._commit(report, on_progress)
-            self.fill_report = report
             return report
 
     async def close(self) -> None:
@@ -263,7 +262,7 @@ class InstanceRuntime:
     async def _capture(self) -> None:
         """Captures once; whoever comes later waits for the same capture."""
         if self._capturing is None:
-            self._capturing = asyncio.ensure_future(self._capture_once())
+            self._capturing = quiet(asyncio.ensure_future(self._capture_once()))
         await asyncio.shield(self._capturing)
 
     async def _capture_once(self) -> None:
@@ -317,6 +316,7 @@ class InstanceRuntime:
             self.lifecycle.to(State.FAILED, str(error))
             await self._tell_relay()
             raise
+        self.fill_report = report
         self._serve(Weights(report.weight_version, report.weights_digest, 1))
         await self._tell_relay()
 

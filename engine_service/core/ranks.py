@@ -33,6 +33,7 @@ from engine_service.core.messages import (
 from relay_service.core.channel import AsyncChannel, ChannelClosed
 
 R = TypeVar("R", bound=Reply)
+T = TypeVar("T")
 EXIT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class RankGroup:
         Raises the first rank's error, once every rank has answered. A caller that
         is cancelled does not disturb the order: its answers are still awaited.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._all(commands, kind)))
+        return await asyncio.shield(quiet(asyncio.ensure_future(self._all(commands, kind))))
 
     async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         async with self._ordered:
@@ -162,6 +163,12 @@ class RankGroup:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
+    """Returns work whose failure is no news when the one who waited for it has gone."""
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return work
 
 
 async def _spawn(rank: int, threads: int) -> RankWorker:
