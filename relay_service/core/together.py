@@ -28,10 +28,15 @@ async def together(*parts: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread and waits for its end, also when cancelled."""
+    """Runs `work` on a thread and waits for its end, however often it is cancelled."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled:
+        task.exception()  # looked at, so that nobody reports it as forgotten
+        raise cancelled
+    return task.result()
