@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_DESCRIPTORS = 64
@@ -93,23 +94,23 @@ class AsyncChannel:
         self._frames = _Frames()
         self._sending = asyncio.Lock()
         self._closed = False
+        self._waits: set[Callable[[], None]] = set()
 
     async def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Sends one frame. Raises `ChannelClosed` when nobody reads any more."""
         data = memoryview(_LENGTH.pack(len(frame)) + frame)
         async with self._sending:
+            passing = list(descriptors)
             try:
-                sent = await self._send_first(data, list(descriptors))
-                await asyncio.get_running_loop().sock_sendall(self._sock, data[sent:])
+                while data:
+                    try:
+                        sent = socket.send_fds(self._sock, [data], passing)
+                    except BlockingIOError:
+                        await self._ready(write=True)
+                    else:
+                        data, passing = data[sent:], []
             except (OSError, ValueError) as error:
                 raise ChannelClosed(str(error)) from error
-
-    async def _send_first(self, data: memoryview, descriptors: list[int]) -> int:
-        while True:
-            try:
-                return socket.send_fds(self._sock, [data], descriptors)
-            except BlockingIOError:
-                await self._ready(write=True)
 
     async def receive(self) -> bytes:
         """Waits for the next frame. Raises `ChannelClosed` at the end of the stream."""
@@ -142,9 +143,12 @@ class AsyncChannel:
         return pid, uid
 
     def close(self) -> None:
-        """Closes this end and every descriptor that nobody took."""
+        """Closes this end and every descriptor that nobody took; whoever waits is woken."""
         if not self._closed:
             self._closed = True
+            # The event loop must forget the socket before its number is another's.
+            for wake in list(self._waits):
+                wake()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
@@ -155,18 +159,22 @@ class AsyncChannel:
             raise ChannelClosed("this side has closed the channel")
         loop, fd = asyncio.get_running_loop(), self._sock.fileno()
         ready = loop.create_future()
-
-        def wake() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
         add, remove = (
             (loop.add_writer, loop.remove_writer)
             if write
             else (loop.add_reader, loop.remove_reader)
         )
+
+        def wake() -> None:
+            if wake in self._waits:
+                self._waits.discard(wake)
+                remove(fd)
+            if not ready.done():
+                ready.set_result(None)
+
+        self._waits.add(wake)
         add(fd, wake)
         try:
             await ready
         finally:
-            remove(fd)
+            wake()
