@@ -89,9 +89,17 @@ class Receiver:
         self.bytes_moved += nbytes
         if not good:
             self.bytes_reread += nbytes
+            self._forget(index, nbytes)
         elif not self.verified[index]:
             self.verified[index] = digest
             self.blocks_verified += 1
             self.bytes_verified += nbytes
         else:
             self.bytes_reread += nbytes
+
+    def _forget(self, index: int, nbytes: int) -> None:
+        """Counts a block as missing whose good bytes have been written over."""
+        if self.verified[index]:
+            self.verified[index] = b""
+            self.blocks_verified -= 1
+            self.bytes_verified -= nbytes
