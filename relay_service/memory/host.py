@@ -41,19 +41,46 @@ def create_memfd(name: str, data_bytes: int) -> int:
     """Creates the memory of an arena and returns its descriptor.
 
     The pages are allocated at once, so a host without memory says so here and
-    not by a SIGBUS while bytes land. Raises `ResourceExhausted`.
+    not by a SIGBUS while bytes land. What the host has is looked up first: the
+    kernel itself would call its out-of-memory killer instead of saying no.
+
+    Raises `ResourceExhausted`.
     """
+    available = available_bytes()
+    if data_bytes > available:
+        raise _no_memory(data_bytes, f"{available} bytes are available")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, HEADER_BYTES + data_bytes)
         fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     except OSError as error:
         os.close(fd)
-        raise ResourceExhausted(
-            f"cannot allocate an arena of {data_bytes} bytes: {error.strerror}",
-            field="arena_bytes", found=str(data_bytes), hint="free memory or raise the limit",
-        ) from error  # fmt: skip
+        raise _no_memory(data_bytes, error.strerror) from error
     return fd
+
+
+def available_bytes() -> int:
+    """Memory that can be allocated: the host's (proc(5), MemAvailable) or the cgroup's rest."""
+    meminfo = Path("/proc/meminfo").read_text("ascii")
+    available = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+    group = (
+        Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    )
+    try:
+        limit = (group / "memory.max").read_text("ascii").strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text("ascii"))
+            available = min(available, int(limit) - used)
+    except OSError:  # no cgroup of version 2: the host's number stands
+        pass
+    return available
+
+
+def _no_memory(data_bytes: int, reason: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"cannot allocate an arena of {data_bytes} bytes: {reason}",
+        field="arena_bytes", found=str(data_bytes), hint="free memory or raise the limit",
+    )  # fmt: skip
 
 
 def seal(fd: int) -> None:
@@ -63,20 +90,30 @@ def seal(fd: int) -> None:
 
 def is_sealed(fd: int) -> bool:
     """Returns whether nobody can map the memory for writing any more."""
-    return bool(fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
+    return bool(_seals(fd) & F_SEAL_FUTURE_WRITE)
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, F_GET_SEALS)
+    except OSError:  # not a memfd
+        return 0
 
 
 class HostArena:
     """One mapping of an arena: a header page, then the data."""
 
     def __init__(self, fd: int, data_bytes: int, *, writable: bool, address: int = 0) -> None:
-        """Maps `fd`. Raises `ManifestError` when the memory is smaller than announced.
+        """Maps `fd`. Raises `ManifestError` for memory that is, or may become, too small.
 
         With `address` the mapping replaces whatever is mapped there.
         """
         size = HEADER_BYTES + data_bytes
         if os.fstat(fd).st_size < size:
             raise ManifestError(f"arena holds {os.fstat(fd).st_size} bytes, manifest needs {size}")
+        if not _seals(fd) & F_SEAL_SHRINK:
+            # Reading what its owner has cut off would be a SIGBUS.
+            raise ManifestError("the memory of an arena must be sealed against shrinking")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | (0x10 if address else 0)  # MAP_FIXED
         mapped = _libc.mmap(address or None, size, protection, flags, fd, 0)
