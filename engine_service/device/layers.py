@@ -18,6 +18,8 @@ class Stage:
     """
 
     WEIGHTS: ClassVar[tuple[str, ...]] = ()
+    TABLES: ClassVar[bool] = False
+    """Whether its matrices have a row per token id or position."""
     forward: Callable[..., Any]
     """Computes the stage."""
 

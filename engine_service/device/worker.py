@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from engine_service import errors
 from engine_service.core import messages
 from engine_service.device.rank import Rank
 from engine_service.errors import EngineError, WrongState
@@ -32,6 +33,7 @@ class Worker:
     def __init__(self, channel: BlockingChannel) -> None:
         self._channel = channel
         self._rank: Rank | None = None
+        self._reported_bytes = 0
 
     def serve(self) -> None:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
@@ -44,7 +46,7 @@ class Worker:
             try:
                 self._answer(command)
             except (EngineError, RelayError) as error:
-                self._fail(type(error).__name__, error.message, error.details)
+                self._fail(_kind(error), error.message, error.details)
             except ChannelClosed:
                 raise
             except Exception as error:
@@ -87,11 +89,18 @@ class Worker:
         return messages.Done()
 
     def _progress(self, done: int, total: int) -> None:
-        if done == total or done // _PROGRESS_BYTES != (done - 1) // _PROGRESS_BYTES:
+        if done == total or not 0 <= done - self._reported_bytes < _PROGRESS_BYTES:
+            self._reported_bytes = done
             self._channel.send(messages.encode(messages.Progress(done, total)))
 
     def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:
         self._channel.send(messages.encode(messages.Failed(kind, message, details)))
+
+
+def _kind(error: EngineError | RelayError) -> str:
+    """The relay's memory and layout have errors of their own; some share our names."""
+    name = type(error).__name__
+    return name if hasattr(errors, name) else "EngineError"
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from engine_service.errors import CheckpointError, WrongState
 from relay_service.core.manifest import BLOCK_BYTES, block_digest
 
 FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
 EMBED = "model.embed_tokens.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -133,59 +132,6 @@ def test_stored_rotary_frequencies_are_ignored(tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _resave(folder / FILE, lambda t: t.update({name: torch.ones(8)}))
     assert _load(folder).arena.sealed
-
-
-def _shard(folder: Path, **extra: str) -> dict[str, str]:
-    """Splits a checkpoint in two and writes the index; `extra` goes into the index."""
-    tensors = load_file(folder / FILE)
-    (folder / FILE).unlink()
-    names = sorted(tensors)
-    index = {name: f"model-{1 + i % 2}-of-2.safetensors" for i, name in enumerate(names)}
-    for shard in set(index.values()):
-        part = {name: tensors[name] for name in names if index[name] == shard}
-        save_file(part, folder / shard)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index | extra}))
-    return index
-
-
-def test_shards_load_like_one_file(tmp_path):
-    """The index joins the shards, and files that it does not name are ignored."""
-    folder = write_checkpoint(tmp_path)
-    plain = _load(folder).arena.digested().digest
-    _shard(folder)
-    save_file({NORM: torch.zeros(64)}, folder / "model-old.safetensors")
-    (folder / "model-broken.safetensors").write_bytes(b"junk")
-    assert _load(folder).arena.digested().digest == plain
-
-
-def _lose_shard(folder):
-    _shard(folder)
-    (folder / "model-2-of-2.safetensors").unlink()
-
-
-def _two_values(folder):
-    index = _shard(folder)
-    other = next(shard for shard in index.values() if shard != index[NORM])
-    _resave(folder / other, lambda t: t.update({NORM: torch.zeros(64)}))
-
-
-BROKEN_INDEX = {
-    "shard absent": (_lose_shard, "model-2-of-2"),
-    "tensor in two shards": (_two_values, NORM),
-    "tensor absent": (lambda f: _shard(f, odd="model-1-of-2.safetensors"), "lacks odd"),
-    "path outside": (lambda f: _shard(f, odd="../model.safetensors"), "not the name of a shard"),
-    "no JSON": (lambda f: (f / INDEX).write_text("{"), INDEX),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_INDEX)
-def test_an_index_that_disagrees_is_refused_by_name(tmp_path, case):
-    """Missing, doubled or misplaced: the error says which shard or tensor."""
-    break_it, named = BROKEN_INDEX[case]
-    folder = write_checkpoint(tmp_path)
-    break_it(folder)
-    with pytest.raises(CheckpointError, match=named):
-        _load(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

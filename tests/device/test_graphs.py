@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_llama import Sequence, run, serving_rank, write_checkpoint
+from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
 from engine_service.device.batch import make_batch
 from engine_service.device.models.llama import Layer
+from engine_service.device.rank import Rank
 from engine_service.errors import CaptureError
 
 
@@ -140,3 +141,34 @@ def test_sizes_that_coincide_stay_apart(tmp_path):
             batch = make_batch(rows, rank.cache, 8)
             eager, replayed = rank.model.forward(batch, rank.cache), rank.graphs.replay(batch)
         assert torch.allclose(eager, replayed, atol=1e-5)
+
+
+def test_capturing_while_weights_land_is_possible(tied):
+    """Values that change, or are NaN, while a graph is captured make no difference."""
+    rank = serving_rank(tied)
+    rank.graphs.capture()
+    expected = Sequence([3])
+    run(rank.runner.step, [expected], 5)
+    landing = Rank(start_message(tied))
+    for tensor in landing.arena.tensors.values():
+        tensor.fill_(float("nan"))
+    landing.graphs.capture()
+    for name, tensor in landing.arena.tensors.items():
+        tensor.copy_(rank.arena.tensors[name])
+    sequence = Sequence([3])
+    run(landing.runner.step, [sequence], 5)
+    assert sequence.output == expected.output
+
+
+def test_a_graph_that_computes_something_else_is_refused(tied, monkeypatch):
+    """A layer whose Python depends on what tracing cannot see is not captured."""
+    rank, forward, calls = serving_rank(tied), Layer.forward, []
+
+    def unsteady(self, hidden, *rest):
+        calls.append(1)
+        return forward(self, hidden, *rest) * len(calls)
+
+    monkeypatch.setattr(Layer, "forward", unsteady)
+    with pytest.raises(CaptureError, match="does not compute what eager does"):
+        rank.graphs.capture()
+    assert not rank.graphs.captured

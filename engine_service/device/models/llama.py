@@ -19,6 +19,7 @@ class Embedding(Stage):
     """Turns token ids into rows, and positions into rotations."""
 
     WEIGHTS = ("embed", "cos", "sin")
+    TABLES = True
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.embed = tensors["embed"]
@@ -72,6 +73,7 @@ class Head(Stage):
     """Turns rows into logits."""
 
     WEIGHTS = ("norm", "weight")
+    TABLES = True
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
         self.norm = tensors["norm"]

@@ -1,0 +1,53 @@
+"""What a worker answers and when it ends, within this process."""
+
+import socket
+
+import pytest
+from tiny_llama import Sequence, serving_rank
+
+from engine_service.core import messages
+from engine_service.core.messages import Failed, Step
+from engine_service.device.worker import Worker, _kind
+from relay_service.core.channel import BlockingChannel, ChannelClosed
+from relay_service.errors import ManifestError, ResourceExhausted
+
+
+def test_an_unexpected_error_in_a_step_ends_the_rank(tied, monkeypatch):
+    """It is answered with its text, then raised: what the step left behind is unknown."""
+    ours, theirs = socket.socketpair()
+    served = Worker(BlockingChannel(theirs))
+    served._rank = serving_rank(tied)
+
+    def fail(_rows):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(served._rank.runner, "step", fail)
+    front = BlockingChannel(ours)
+    front.send(messages.encode(Step((Sequence([1, 2, 3]).row(),))))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        served.serve()
+    failed = messages.decode_reply(front.receive())
+    assert failed == Failed("EngineError", "RuntimeError: out of luck", {})
+    front.close()
+    theirs.close()
+
+
+def test_progress_of_a_long_load_is_bounded():
+    """One message per 16 MiB and one at the end, however small the pieces are."""
+    ours, theirs = socket.socketpair()
+    served, total = Worker(BlockingChannel(theirs)), 100 << 20
+    for done in range(1 << 20, total + 1, 1 << 20):
+        served._progress(done, total)
+    theirs.close()
+    front = BlockingChannel(ours)
+    seen = [messages.decode_reply(front.receive()).bytes_done >> 20 for _ in range(7)]
+    assert seen == [16, 32, 48, 64, 80, 96, 100]
+    with pytest.raises(ChannelClosed):
+        front.receive()
+    front.close()
+
+
+def test_errors_of_the_relay_keep_a_kind_that_the_front_knows():
+    """A name that only the relay has becomes the root of the engine's tree."""
+    assert _kind(ResourceExhausted("full")) == "ResourceExhausted"
+    assert _kind(ManifestError("odd")) == "EngineError"
