@@ -55,7 +55,7 @@ def create_memfd(name: str, data_bytes: int) -> int:
         fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     except OSError as error:
         os.close(fd)
-        raise _no_memory(data_bytes, error.strerror) from error
+        raise _no_memory(data_bytes, str(error.strerror)) from error
     return fd
 
 
