@@ -44,7 +44,7 @@ lint: $(READY) ## Check style, types, rings, protos and generated code
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "error: run make format"; exit 1; }
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/lint-imports
 	@cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code && ../$(BIN)/buf breaking --against image.binpb
 	@rm -rf build/protos && mkdir -p build/protos && $(call PROTOC,build/protos)
 	@cd build/protos && for file in seedrelay/v1/*; do cmp $$file ../../protos/$$file || \
