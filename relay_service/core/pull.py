@@ -18,10 +18,12 @@ from relay_service.core.match import Match, Target, match
 from relay_service.core.ports import Fleet, SourceSession, Transport
 from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
+from relay_service.core.registry import EXPIRY_SECONDS
 from relay_service.core.together import together
 from relay_service.errors import (
     ConfigError,
     CorruptBlock,
+    EpochChanged,
     FormatMismatch,
     NoSource,
     PullTimeout,
@@ -90,7 +92,9 @@ class Puller:
         self._transports = _chosen(transports, options.transport)
         self._options = options
         self._limit = TokenBucket(options.rate_limit_bytes_per_second)
-        self._left: set[tuple[str, str]] = set()
+        self._left: set[tuple[str, str, int]] = set()
+        self._news_until = 0.0
+        """When the fleet must have heard of an update that a source was left for."""
         self._began = time.monotonic()
         self._first_byte_at = 0.0
         self._last_error: Exception | None = None
@@ -121,19 +125,20 @@ class Puller:
             for candidate in wanted:
                 if candidate.fits and _life(candidate.instance) not in self._left:
                     return candidate.instance
-            if self.report.path and not any(m.fits for m in wanted):
-                raise NoSource(f"no source is left: {self._story()}", path=self._story())
-            if any(m.fits for m in wanted):
-                raise self._exhausted()
-            self._refuse_misfits(wanted)
+            if time.monotonic() > self._news_until:
+                self._give_up_in_vain(wanted)
             self.report.note = _explain(wanted, self._options.source_instance)
             await asyncio.sleep(SEARCH_SECONDS)
 
     def _is_wanted(self, instance: Instance) -> bool:
         return self._options.source_instance in ("", instance.instance)
 
-    def _refuse_misfits(self, wanted: list[Match]) -> None:
-        """Raises when complete holders exist and none fits: waiting would not help."""
+    def _give_up_in_vain(self, wanted: list[Match]) -> None:
+        """Raises when waiting would not help: sources were left, or none of them fits."""
+        if any(m.fits for m in wanted):
+            raise self._exhausted()
+        if self.report.path:
+            raise NoSource(f"no source is left: {self._story()}", path=self._story())
         complete = [m for m in wanted if m.instance.state.holds_weights]
         if complete:
             first = complete[0]
@@ -162,6 +167,8 @@ class Puller:
             step.reason = self.report.note = str(error)
             self._last_error = error
             self._left.add(_life(source))
+            if isinstance(error, EpochChanged):
+                self._news_until = time.monotonic() + EXPIRY_SECONDS
         finally:
             step.bytes_verified = sum(r.bytes_verified for r in self.receivers) - before
         return step.reason == "complete"
@@ -243,8 +250,9 @@ def _chosen(transports: list[Transport], name: str) -> list[Transport]:
     return chosen
 
 
-def _life(instance: Instance) -> tuple[str, str]:
-    return instance.instance, instance.generation
+def _life(instance: Instance) -> tuple[str, str, int]:
+    """What a source is left for: with new weights it is worth another try."""
+    return instance.instance, instance.generation, instance.weights.epoch
 
 
 def _explain(wanted: list[Match], source_instance: str) -> str:
