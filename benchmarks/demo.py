@@ -143,7 +143,7 @@ class Demo:
         self.seen.tokens[name], self.seen.text[name] = ids, text
         self.seen.digests[name] = [rank.digest for rank in status.ranks]
         self.seen.versions[name] = status.weight_version
-        self.seen.addresses.setdefault(name.split(",")[0], []).append(
+        self.seen.addresses.setdefault(name.partition(",")[0], []).append(
             [rank.arena_address for rank in status.ranks]
         )
         phases = {p.name: p.end_seconds - p.begin_seconds for p in status.phases}

@@ -14,12 +14,12 @@ import signal
 import uuid
 from pathlib import Path
 
-from seedrelay.v1 import engine_pb2_grpc
-
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
+from engine_service.core.bring_up import BringUp
 from engine_service.core.engine import Engine
-from engine_service.core.instance import Identity, InstanceRuntime
+from engine_service.core.fill import Filler
+from engine_service.core.instance import Identity, Instance
 from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.errors import EngineError
@@ -27,6 +27,7 @@ from engine_service.rpc import server as rpc
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
+from seedrelay.v1 import engine_pb2_grpc
 
 FAILED_LINGER_SECONDS = 3.0
 """Time in which a failed service still says why it failed before it exits."""
@@ -42,34 +43,35 @@ async def serve(config: EngineConfig) -> None:
     stopping = _stop_on_signals()
     server = rpc.new_server()
     address = rpc.bind(server, config.listen)
-    runtime = await _build(config)
-    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(runtime), server)
+    instance = await _build(config)
+    filler = Filler(instance)
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
     health = rpc.add_standard_services(server)
     await server.start()
-    _announce_listening(runtime.identity.name, config.advertise or address)
+    _announce_listening(instance.identity.name, config.advertise or address)
     tasks = [
-        asyncio.create_task(rpc.follow(runtime.lifecycle, health)),
-        asyncio.create_task(_fail_on_death(runtime)),
-        asyncio.create_task(_run_steps(runtime)),
-        asyncio.create_task(runtime.bring_up()),
+        asyncio.create_task(rpc.follow(instance.lifecycle, health)),
+        asyncio.create_task(_fail_on_death(instance)),
+        asyncio.create_task(_run_steps(instance)),
+        asyncio.create_task(BringUp(instance, filler).run()),
     ]
     try:
-        await _until_over(runtime, stopping)
+        await _until_over(instance, stopping)
     finally:
-        await _drain(runtime, config.grace_seconds)
+        await _drain(instance, config.grace_seconds)
         for task in tasks[1:]:
             task.cancel()
         await asyncio.wait(tasks[1:])
-        await runtime.close()
-        failed = runtime.lifecycle.reason
-        runtime.lifecycle.to(State.STOPPED, failed)
+        await instance.close()
+        failed = instance.lifecycle.reason
+        instance.lifecycle.to(State.STOPPED, failed)
         await server.stop(1.0)
         tasks[0].cancel()
     if failed:
         raise EngineError(failed)
 
 
-async def _build(config: EngineConfig) -> InstanceRuntime:
+async def _build(config: EngineConfig) -> Instance:
     limits = Limits(
         config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
     )
@@ -77,28 +79,28 @@ async def _build(config: EngineConfig) -> InstanceRuntime:
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
     model = Path(config.model).resolve().name
     identity = Identity(config.name, uuid.uuid4().hex, model)
-    return InstanceRuntime(config, identity, ranks, Engine(scheduler, ranks), GrpcRelayLink)
+    return Instance(config, identity, ranks, Engine(scheduler, ranks), GrpcRelayLink)
 
 
-async def _run_steps(runtime: InstanceRuntime) -> None:
+async def _run_steps(instance: Instance) -> None:
     with contextlib.suppress(EngineError):  # whoever watches the ranks says why
-        await runtime.engine.run()
+        await instance.engine.run()
 
 
-async def _fail_on_death(runtime: InstanceRuntime) -> None:
-    error = await runtime.ranks.died()
+async def _fail_on_death(instance: Instance) -> None:
+    error = await instance.ranks.died()
     _log.error("%s", error)
-    runtime.lifecycle.to(State.FAILED, str(error))
-    runtime.engine.scheduler.fail_all(error)
-    if runtime.link:
-        await runtime.link.close()
+    instance.lifecycle.to(State.FAILED, str(error))
+    instance.engine.scheduler.fail_all(error)
+    if instance.link:
+        await instance.link.close()
 
 
-async def _until_over(runtime: InstanceRuntime, stopping: asyncio.Event) -> None:
+async def _until_over(instance: Instance, stopping: asyncio.Event) -> None:
     """Returns when somebody asks to stop, or a while after the instance has failed."""
 
     async def failed() -> None:
-        async for state in runtime.lifecycle.watch():
+        async for state in instance.lifecycle.watch():
             if state is State.FAILED:
                 await asyncio.sleep(FAILED_LINGER_SECONDS)
                 return
@@ -111,15 +113,15 @@ async def _until_over(runtime: InstanceRuntime, stopping: asyncio.Event) -> None
             wait.cancel()
 
 
-async def _drain(runtime: InstanceRuntime, grace_seconds: float) -> None:
+async def _drain(instance: Instance, grace_seconds: float) -> None:
     """Admits nothing more, lets what runs finish, then ends it with what it has."""
-    failed = runtime.lifecycle.reason if runtime.lifecycle.state is State.FAILED else ""
-    runtime.lifecycle.to(State.DRAINING, failed)
-    scheduler = runtime.engine.scheduler
+    failed = instance.lifecycle.reason if instance.lifecycle.state is State.FAILED else ""
+    instance.lifecycle.to(State.DRAINING, failed)
+    scheduler = instance.engine.scheduler
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_seconds):
-            await runtime.engine.idle()
-    scheduler.abort_all(runtime.engine.weights)
+            await instance.engine.idle()
+    scheduler.abort_all(instance.engine.weights)
 
 
 def _stop_on_signals() -> asyncio.Event:

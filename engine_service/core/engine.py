@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from engine_service.core.ports import Runner
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Scheduler, row_of
-from engine_service.errors import EngineError
+from engine_service.errors import EngineError, RankDied
 from relay_service.core.instance import Weights
 
 
@@ -47,11 +47,14 @@ class Engine:
             self.scheduler.remove(sequence, Finish.ABORT)
 
     async def run(self) -> None:
-        """Runs steps for ever. Raises what the ranks raise, after all streams have ended."""
+        """Runs steps for ever. A step that fails ends its own streams with the error.
+
+        Raises `RankDied`, after all streams have ended.
+        """
         try:
             while True:
                 await self._step()
-        except EngineError as error:
+        except RankDied as error:
             self.scheduler.fail_all(error)
             self._idle.set()
             raise
@@ -68,7 +71,13 @@ class Engine:
             await self._work.wait()
             return
         weights = self.weights
-        tokens = await self._runner.step(tuple(row_of(s) for s in batch))
-        self.scheduler.commit(batch, tokens, weights)
+        try:
+            tokens = await self._runner.step(tuple(row_of(s) for s in batch))
+        except RankDied:
+            raise
+        except EngineError as error:
+            self.scheduler.fail(batch, error)
+        else:
+            self.scheduler.commit(batch, tokens, weights)
         # A step that never waits would keep the readers of its own tokens waiting.
         await asyncio.sleep(0)

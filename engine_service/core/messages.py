@@ -24,7 +24,6 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     kv_block_tokens: int
     kv_blocks: int
-    max_running: int
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

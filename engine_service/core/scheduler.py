@@ -99,7 +99,11 @@ class Scheduler:
 
     def fail_all(self, error: Exception) -> None:
         """Ends every sequence with an error."""
-        for sequence in [*self.running, *self.waiting]:
+        self.fail([*self.running, *self.waiting], error)
+
+    def fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """Ends some sequences with an error."""
+        for sequence in sequences:
             self.remove(sequence, Finish.ABORT)
             sequence.events.put_nowait(error)
 

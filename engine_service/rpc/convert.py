@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Iterable
 
 from google.protobuf import duration_pb2
-from seedrelay.v1 import engine_pb2, weights_pb2
 
-from engine_service.core.instance import InstanceRuntime
+from engine_service.core.instance import Instance
 from engine_service.core.messages import Sampling
 from engine_service.core.ports import FillProgress, FillReport
 from engine_service.core.request import Finish, GenerationRequest
@@ -20,6 +19,7 @@ from relay_service.core.instance import State
 from relay_service.core.manifest import weights_digest
 from relay_service.core.pull import PathStep, PullOptions
 from relay_service.memory.host import is_sealed
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS = 1 << 20
@@ -66,19 +66,19 @@ def state_to_proto(state: State) -> str:
     return f"INSTANCE_STATE_{state}"
 
 
-def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
+def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
     """Returns the state of an instance, its weights and its load."""
-    scheduler, weights = runtime.engine.scheduler, runtime.engine.weights
+    scheduler, weights = instance.engine.scheduler, instance.engine.weights
     status = engine_pb2.EngineStatus(
-        state=state_to_proto(runtime.lifecycle.state),
-        reason=runtime.lifecycle.reason,
-        instance=runtime.identity.name,
-        generation=runtime.identity.generation,
-        model=runtime.identity.model,
+        state=state_to_proto(instance.lifecycle.state),
+        reason=instance.lifecycle.reason,
+        instance=instance.identity.name,
+        generation=instance.identity.generation,
+        model=instance.identity.model,
         weight_version=weights.version,
         weights_digest=weights.digest,
         epoch=weights.epoch,
-        ranks=_ranks_to_proto(runtime),
+        ranks=_ranks_to_proto(instance),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         kv_blocks_used=scheduler.pool.used,
@@ -90,21 +90,21 @@ def status_to_proto(runtime: InstanceRuntime) -> engine_pb2.EngineStatus:
             kv_block_tokens=scheduler.limits.kv_block_tokens,
         ),
         placement=weights_pb2.Placement(
-            tensor_parallel_size=runtime.placement.tensor_parallel_size,
-            expert_parallel_size=runtime.placement.expert_parallel_size,
+            tensor_parallel_size=instance.placement.tensor_parallel_size,
+            expert_parallel_size=instance.placement.expert_parallel_size,
         ),
         phases=[
             engine_pb2.Phase(name=p.name, begin_seconds=p.begin_seconds, end_seconds=p.end_seconds)
-            for p in runtime.phases.measured
+            for p in instance.phases.measured
         ],
-        relay=runtime.link.address if runtime.link else "",
+        relay=instance.link.address if instance.link else "",
     )
-    if runtime.fill_report is not None:
-        status.fill.CopyFrom(report_to_proto(runtime.fill_report, runtime.lifecycle.state))
-    if runtime.format is not None:
-        facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in runtime.format.facts]
+    if instance.fill_report is not None:
+        status.fill.CopyFrom(report_to_proto(instance.fill_report, instance.lifecycle.state))
+    if instance.format is not None:
+        facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in instance.format.facts]
         status.format.CopyFrom(
-            weights_pb2.Format(facts=facts, fingerprint=runtime.format.fingerprint)
+            weights_pb2.Format(facts=facts, fingerprint=instance.format.fingerprint)
         )
     return status
 
@@ -186,9 +186,9 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
     )  # fmt: skip
 
 
-def _ranks_to_proto(runtime: InstanceRuntime) -> list[engine_pb2.RankStatus]:
-    ranks = runtime.ranks
-    shown = weights_digest(runtime.manifests) == runtime.engine.weights.digest
+def _ranks_to_proto(instance: Instance) -> list[engine_pb2.RankStatus]:
+    ranks = instance.ranks
+    shown = weights_digest(instance.manifests) == instance.engine.weights.digest
     return [
         engine_pb2.RankStatus(
             rank=worker.rank,
@@ -200,7 +200,7 @@ def _ranks_to_proto(runtime: InstanceRuntime) -> list[engine_pb2.RankStatus]:
             sealed=is_sealed(fd),
         )
         for worker, arena, manifest, fd in zip(
-            ranks.workers, ranks.arenas, runtime.manifests, ranks.descriptors, strict=False
+            ranks.workers, ranks.arenas, instance.manifests, ranks.descriptors, strict=False
         )
     ]
 

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable
 
 import msgspec
-from seedrelay.v1 import relay_pb2
 
 from clients.errors import ClientError, Unreachable
 from clients.relay import RelayClient
@@ -33,6 +32,7 @@ from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Target
 from relay_service.core.pull import PullOptions
+from seedrelay.v1 import relay_pb2
 
 REATTACH_SECONDS = 0.5
 RETURN_SECONDS = 10.0

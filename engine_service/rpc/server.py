@@ -5,11 +5,11 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from seedrelay.v1 import engine_pb2
 
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.errors import ConfigError
 from relay_service.core.instance import State
+from seedrelay.v1 import engine_pb2
 
 SERVICE = "seedrelay.v1.EngineService"
 _OPTIONS = (

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 from engine_service.core.detokenizer import Detokenizer
-from engine_service.core.instance import InstanceRuntime
+from engine_service.core.fill import Filler
+from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
 from engine_service.core.request import GenerationRequest, TokenEvent
 from engine_service.core.tokenizer import TextCodec
@@ -19,6 +19,7 @@ from engine_service.errors import InvalidRequest, NotReady
 from engine_service.rpc import convert
 from engine_service.rpc.status import answers, streams
 from relay_service.core.instance import State
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 
@@ -26,8 +27,9 @@ PROGRESS_SECONDS = 0.1
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves one instance."""
 
-    def __init__(self, runtime: InstanceRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, instance: Instance, filler: Filler) -> None:
+        self._instance = instance
+        self._filler = filler
 
     @streams
     async def Generate(  # noqa: N802
@@ -38,7 +40,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         codec = self._ready_codec()
         wanted = convert.request_from_proto(request, codec)
         answer = _Answer(wanted, codec.detokenizer())
-        async with contextlib.aclosing(self._runtime.engine.generate(wanted)) as events:
+        async with contextlib.aclosing(self._instance.engine.generate(wanted)) as events:
             async for event in events:
                 yield answer.chunk(event)
 
@@ -48,7 +50,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.GetStatusResponse:
         """Returns the state."""
         del request, context
-        return engine_pb2.GetStatusResponse(status=convert.status_to_proto(self._runtime))
+        return engine_pb2.GetStatusResponse(status=convert.status_to_proto(self._instance))
 
     @streams
     async def WatchStatus(  # noqa: N802
@@ -56,9 +58,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.WatchStatusResponse]:
         """Returns the state now and at every change."""
         del request, context
-        async with contextlib.aclosing(self._runtime.lifecycle.watch()) as states:
+        async with contextlib.aclosing(self._instance.lifecycle.watch()) as states:
             async for _ in states:
-                yield engine_pb2.WatchStatusResponse(status=convert.status_to_proto(self._runtime))
+                yield engine_pb2.WatchStatusResponse(status=convert.status_to_proto(self._instance))
 
     @streams
     async def PullWeights(  # noqa: N802
@@ -70,7 +72,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise InvalidRequest("a relay is needed", field="relay")
         progress = [FillProgress(phase="attaching")]
         options = convert.options_from_proto(request.options)
-        fill = asyncio.ensure_future(self._runtime.fill(request.relay, options, progress.append))
+        fill = asyncio.ensure_future(self._filler.fill(request.relay, options, progress.append))
         try:
             while not fill.done():
                 yield engine_pb2.PullWeightsResponse(
@@ -78,17 +80,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 )
                 del progress[:-1]
                 await asyncio.wait([fill], timeout=PROGRESS_SECONDS)
-            report = convert.report_to_proto(await fill, self._runtime.lifecycle.state)
+            report = convert.report_to_proto(await fill, self._instance.lifecycle.state)
             yield engine_pb2.PullWeightsResponse(report=report)
         finally:
             fill.cancel()
 
     def _ready_codec(self) -> TextCodec:
-        lifecycle, codec = self._runtime.lifecycle, self._runtime.codec
+        lifecycle, codec = self._instance.lifecycle, self._instance.codec
         if lifecycle.state is not State.READY or codec is None:
             reason = f": {lifecycle.reason}" if lifecycle.reason else ""
             raise NotReady(
-                f"{self._runtime.identity.name} is {lifecycle.state}{reason}",
+                f"{self._instance.identity.name} is {lifecycle.state}{reason}",
                 field="state", expected="READY", found=str(lifecycle.state),
             )  # fmt: skip
         return codec

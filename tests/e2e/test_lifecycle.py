@@ -9,7 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import (
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from stage import (
     Stage,
     answer,
     eventually,
@@ -20,7 +21,6 @@ from conftest import (
     seedrelay,
     status_of,
 )
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from clients.engine import EngineClient
 from clients.errors import ClientError
@@ -77,7 +77,7 @@ async def test_grace_over_and_second_sigterm(stage: Stage, model: Path) -> None:
 
 
 async def test_rank_killed(stage: Stage, model: Path) -> None:
-    """A killed rank ends streams UNAVAILABLE, health says so, and the service exits with the reason."""
+    """A killed rank ends streams UNAVAILABLE; health says so, and the service exits."""
     engine = stage.engine(model)
     status = await reach(engine)
     async with EngineClient(engine.address) as client:
@@ -113,7 +113,7 @@ async def test_front_killed_leaves_no_orphan(stage: Stage, model: Path) -> None:
 
 
 async def test_nothing_is_left(stage: Stage, model: Path) -> None:
-    """Filling and stopping targets leaves the relay's descriptors, mappings and sockets as they were."""
+    """Filling and stopping targets leaves the relay with what it held before."""
     relay = stage.relay()
     seed = stage.engine(model, "--relay", relay.address)
     await reach(seed)
@@ -134,7 +134,7 @@ async def test_nothing_is_left(stage: Stage, model: Path) -> None:
 
 
 async def test_restarted_relay_is_whole_again(stage: Stage, model: Path) -> None:
-    """After the relay was killed and started anew the seed attaches by itself, and fills a target."""
+    """When a killed relay is started anew the seed attaches by itself and fills a target."""
     relay = stage.relay()
     seed = stage.engine(model, "--relay", relay.address, "--weight-version", "v2")
     await reach(seed)
@@ -166,7 +166,7 @@ async def test_restarted_directory_is_whole_again(stage: Stage, model: Path) -> 
 
 
 async def test_cancelled_call_frees_its_kv(stage: Stage, model: Path) -> None:
-    """A client that leaves, or whose deadline is over, frees KV and slot; a neighbour is unharmed."""
+    """Who leaves, or whose deadline is over, frees KV and slot; a neighbour is unharmed."""
     engine = stage.engine(model)
     await reach(engine)
     neighbour = request(max_tokens=400)
@@ -222,7 +222,7 @@ async def test_reflection_names_the_services(stage: Stage, model: Path) -> None:
 
 
 async def test_generate_command(stage: Stage, model: Path) -> None:
-    """`seedrelay generate --json` prints chunks with their version, the last with usage and spans."""
+    """`generate --json` prints chunks with their version, the last one with usage and spans."""
     engine = stage.engine(model, "--weight-version", "v9")
     await reach(engine)
     result = await asyncio.to_thread(
@@ -270,7 +270,7 @@ def _runs(pid: int) -> bool:
 
 def _held(service: Service) -> tuple[int, int]:
     """Counts a process's memfds and its mappings of them."""
-    links = [os.readlink(fd) for fd in Path(f"/proc/{service.pid}/fd").iterdir()]
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{service.pid}/fd").iterdir()]
     maps = Path(f"/proc/{service.pid}/maps").read_text()
     return sum("memfd:" in link for link in links), maps.count("memfd:")
 

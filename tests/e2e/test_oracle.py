@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Stage, reach
+from stage import Stage, reach
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clients.engine import EngineClient
@@ -37,9 +37,7 @@ async def test_tokens_equal_transformers(stage: Stage, smollm2_folder: Path) -> 
         )
         expected = oracle.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)[0]
         expected = expected[prompt["input_ids"].shape[1] :].tolist()
-        request = engine_pb2.GenerateRequest(
-            sampling=engine_pb2.SamplingParams(max_tokens=TOKENS)
-        )
+        request = engine_pb2.GenerateRequest(sampling=engine_pb2.SamplingParams(max_tokens=TOKENS))
         request.chat.messages.add(role="user", content=question)
         async with EngineClient(engine.address) as client:
             chunks = [chunk async for chunk in client.generate(request)]

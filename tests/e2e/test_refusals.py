@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import DUMMY, Result, Stage, answer, reach, refusal, request, seedrelay, status_of
+from stage import DUMMY, Result, Stage, answer, reach, refusal, request, seedrelay, status_of
 
 from clients.launch import LaunchError, Service
 from seedrelay.v1 import engine_pb2
@@ -68,7 +68,7 @@ async def test_misfit_fails_at_start(stage: Stage, model: Path) -> None:
 
 
 async def test_no_source_within_the_deadline(stage: Stage, model: Path) -> None:
-    """A deadline without a source ends in a clear error, and with a fallback in the disk's weights."""
+    """A deadline without a source ends in a clear error, or with a fallback on the disk."""
     relay = stage.relay()
     lost = stage.target(relay, "--deadline", "3", model=model)
     saved = stage.target(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import DUMMY, Stage, answer, reach, refusal, request, seedrelay, status_of
+from stage import DUMMY, Stage, answer, reach, refusal, request, seedrelay, status_of
 
 from clients.launch import Service
 
@@ -78,9 +78,13 @@ class Proxy:
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
             await asyncio.gather(
-                _pump(reader, up_writer, lambda data: None),
+                _pump(reader, up_writer, _as_it_is),
                 _pump(up_reader, writer, self._flipper.connection()),
             )
+
+
+def _as_it_is(_: bytearray) -> None:
+    """Changes nothing."""
 
 
 async def _pump(
@@ -97,9 +101,7 @@ async def _pump(
         writer.close()
 
 
-async def _two_hosts(
-    stage: Stage, model: Path, flipper: Flipper
-) -> tuple[Proxy, Service, Service]:
+async def _two_hosts(stage: Stage, model: Path, flipper: Flipper) -> tuple[Proxy, Service, Service]:
     """Starts a seed whose relay is announced at a proxy, and a target at another relay."""
     directory = stage.relay()
     probe = stage.relay()  # takes a port that the seed's relay gets once it is free
@@ -107,9 +109,7 @@ async def _two_hosts(
     probe.stop()
     proxy = Proxy(address, flipper)
     advertised = await proxy.start()
-    seed_relay = stage.relay(
-        "--join", directory.address, "--advertise", advertised, listen=address
-    )
+    seed_relay = stage.relay("--join", directory.address, "--advertise", advertised, listen=address)
     target_relay = stage.relay("--join", directory.address)
     seed = stage.engine(model, "--relay", seed_relay.address, "--instance-name", "seed")
     target = stage.engine(model, "--load-format", "dummy")
@@ -119,7 +119,7 @@ async def _two_hosts(
 
 
 async def test_flipped_bytes_are_named_and_never_served(stage: Stage, model: Path) -> None:
-    """A source whose bytes stay wrong is left, naming rank, tensor and block; the target stays a dummy."""
+    """Bytes that stay wrong are named by rank, tensor and block; the target stays a dummy."""
     flipper = Flipper(1000)
     proxy, target, relay = await _two_hosts(stage, model, flipper)
     pulled = await asyncio.to_thread(

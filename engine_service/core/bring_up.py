@@ -1,0 +1,152 @@
+"""Takes an instance to READY, or to a dummy that waits. Plain Python.
+
+disk     allocate → load → capture → probe recorded → READY
+relay    allocate → (fill ‖ capture) → READY, within the deadline
+neither  allocate → capture → DUMMY, until somebody fills it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+from engine_service.core.fill import Filler
+from engine_service.core.instance import Instance
+from engine_service.core.model_files import choose_offer, read_folder
+from engine_service.core.ports import FillProgress
+from engine_service.errors import EngineError, FillFailed, FillTimeout, RelayUnreachable
+from relay_service.core.instance import State
+from relay_service.core.pull import PullOptions
+
+RETRY_SECONDS = 0.5
+_log = logging.getLogger(__name__)
+
+
+class BringUp:
+    """One start of one instance."""
+
+    def __init__(self, instance: Instance, filler: Filler) -> None:
+        self._instance = instance
+        self._filler = filler
+        self._source_instance = instance.config.source
+        self._deadline = time.monotonic() + instance.config.deadline_seconds
+        self._last_note = ""
+
+    async def run(self) -> None:
+        """Brings the instance up; whatever fails leaves it FAILED, with the reason."""
+        config, instance = self._instance.config, self._instance
+        try:
+            if config.load_format == "disk":
+                await self._from_disk()
+            elif config.relay:
+                await self._from_relay()
+            else:
+                await instance.allocate(read_folder(Path(config.model)))
+                instance.lifecycle.to(State.DUMMY)
+                await instance.capture()
+        except EngineError as error:
+            if instance.lifecycle.state is not State.FAILED:
+                await instance.fail(str(error))
+
+    async def _from_disk(self) -> None:
+        instance = self._instance
+        instance.lifecycle.to(State.LOADING)
+        await instance.allocate(read_folder(Path(instance.config.model)))
+        await self._load()
+        if instance.config.relay:
+            # A seed serves whether or not its relay is there; the link keeps trying.
+            with contextlib.suppress(RelayUnreachable):
+                await instance.attach(instance.config.relay)
+
+    async def _load(self) -> None:
+        await self._instance.load()
+        await self._instance.capture()
+        await self._instance.serve_from_disk()
+
+    async def _from_relay(self) -> None:
+        instance = self._instance
+        await instance.allocate(await self._files_in_time())
+        instance.lifecycle.to(State.DUMMY)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(instance.capture())
+                group.create_task(self._fill())
+        except* EngineError as errors:
+            await self._fall_back(errors.exceptions[0])
+
+    async def _fall_back(self, error: Exception) -> None:
+        """Loads from disk where the operator allows it; otherwise raises what went wrong."""
+        instance = self._instance
+        if instance.config.fallback != "disk" or instance.lifecycle.state is not State.DUMMY:
+            raise error
+        _log.warning("falling back to disk: %s", error)
+        instance.lifecycle.to(State.LOADING, f"fallback to disk: {error}")
+        if instance.link:
+            await instance.link.return_mapping()
+            await instance.tell_relay()
+        await self._load()
+
+    async def _fill(self) -> None:
+        """Fills from a source that may come up later; tries again while there is time."""
+        config = self._instance.config
+        while True:
+            options = PullOptions(
+                source_instance=self._source_instance, transport=config.transport,
+                rate_limit_bytes_per_second=config.rate_limit_bytes_per_second,
+                timeout_seconds=self._seconds_left,
+            )  # fmt: skip
+            try:
+                await self._filler.fill(config.relay, options, self._note)
+            except (FillFailed, RelayUnreachable) as error:
+                if error.details.get("final") or self._seconds_left < RETRY_SECONDS:
+                    raise
+                _log.warning("fill: %s; trying again", error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    async def _files_in_time(self) -> dict[str, bytes]:
+        try:
+            async with asyncio.timeout(self._seconds_left):
+                return await self._files()
+        except TimeoutError:
+            seconds = self._instance.config.deadline_seconds
+            raise FillTimeout(
+                f"no model was offered within {seconds:g} s", field="deadline"
+            ) from None
+
+    async def _files(self) -> dict[str, bytes]:
+        """Reads the folder's small files, or takes those of an instance that offers a model."""
+        instance, config = self._instance, self._instance.config
+        folder = Path(config.model)
+        files = read_folder(folder) if folder.is_dir() else {}
+        if "config.json" in files and not config.source:
+            return files
+        link = instance.link_to(config.relay)
+        while True:
+            try:
+                offer = choose_offer(await link.offers(), config.source)
+                if offer:
+                    # The name may be of a model; the pull wants an instance.
+                    self._source_instance = offer.instance if config.source else ""
+                    if "config.json" in files:
+                        return files
+                    instance.identity = dataclasses.replace(instance.identity, model=offer.model)
+                    return await link.fetch(offer)
+            except RelayUnreachable as error:
+                self._note(FillProgress(phase="matching", note=str(error)))
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _note(self, progress: FillProgress) -> None:
+        """Logs what a fill waits for, once, and lets the status say it."""
+        if progress.note and progress.note != self._last_note:
+            self._last_note = self._instance.lifecycle.reason = progress.note
+            _log.info("fill: %s", progress.note)
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())

@@ -1,0 +1,100 @@
+"""Fills a dummy through the relay of its host, and makes it ready. Plain Python.
+
+    attach → land (while graphs are captured) → mapping returned → commit → probe → READY
+
+What fails before the commit leaves a dummy. What fails after it leaves a failed
+instance: the arena holds something, and it is not proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from engine_service.core.instance import Instance
+from engine_service.core.messages import CheckProbe, Commit, Done
+from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
+from engine_service.errors import EngineError, FillFailed, WrongState
+from relay_service.core.instance import State, Weights
+from relay_service.core.manifest import Manifest, weights_digest
+from relay_service.core.pull import PullOptions
+
+
+class Filler:
+    """Fills one instance, one fill at a time."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._filling = asyncio.Lock()
+
+    async def fill(self, relay: str, options: PullOptions, on_progress: OnProgress) -> FillReport:
+        """Fills the dummy; returns once it is ready.
+
+        Raises `WrongState` when it isn't a dummy, `FillFailed` or `RelayUnreachable`
+        when it stays one, `ProbeMismatch` or `ArenaError` when it is lost.
+        """
+        instance = self._instance
+        if self._filling.locked() or instance.lifecycle.state is not State.DUMMY:
+            raise WrongState(
+                f"{instance.identity.name} is {instance.lifecycle.state}: "
+                "only a dummy can be filled",
+                field="state", expected="DUMMY", found=str(instance.lifecycle.state),
+            )  # fmt: skip
+        async with self._filling:
+            on_progress(FillProgress(phase="attaching"))
+            link = await instance.attach(relay)
+            report = await self._land(link, options, on_progress)
+            await instance.capture()
+            # A caller who leaves now cannot stop what has begun to serve.
+            await asyncio.shield(asyncio.ensure_future(self._commit(report, on_progress)))
+            return report
+
+    async def _land(
+        self, link: RelayLink, options: PullOptions, on_progress: OnProgress
+    ) -> FillReport:
+        instance = self._instance
+        instance.lifecycle.to(State.LANDING)
+        try:
+            await link.update()
+            with instance.phases.measure("land"):
+                report = await link.pull(options, on_progress)
+            on_progress(FillProgress(phase="committing"))
+            began = time.monotonic()
+            await link.return_mapping()
+            instance.manifests = await self._landed(link, report)
+            report.seconds_commit = time.monotonic() - began
+        except BaseException:
+            instance.lifecycle.to(State.DUMMY)
+            await link.update()
+            raise
+        return report
+
+    async def _landed(self, link: RelayLink, report: FillReport) -> list[Manifest]:
+        manifests = await link.manifests(len(self._instance.manifests))
+        if weights_digest(manifests) != report.weights_digest:
+            raise FillFailed("the relay's manifests are not of the weights that it reports")
+        return manifests
+
+    async def _commit(self, report: FillReport, on_progress: OnProgress) -> None:
+        instance = self._instance
+        try:
+            began = time.monotonic()
+            with instance.phases.measure("commit"):
+                await instance.ranks.same(Commit(), Done)
+            report.seconds_commit += time.monotonic() - began
+            on_progress(FillProgress(phase="probing"))
+            began = time.monotonic()
+            with instance.phases.measure("probe"):
+                await self._prove(report.probe)
+            report.seconds_probe = time.monotonic() - began
+        except EngineError as error:
+            await instance.fail(str(error))
+            raise
+        instance.fill_report = report
+        await instance.serve(Weights(report.weight_version, report.weights_digest, 1))
+
+    async def _prove(self, probe: bytes) -> None:
+        if not probe:
+            raise FillFailed("the source has no probe to compare with", final="yes")
+        await self._instance.ranks.same(CheckProbe(probe), Done)
+        self._instance.probe = probe
