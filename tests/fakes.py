@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import socket
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,10 +40,10 @@ PROBE = b"probe"
 SEAM_BYTES = (BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 1, 1, 512)
 
 
-async def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
-    """Waits until a condition holds; fails when it does not within a generous deadline."""
+async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> None:
+    """Waits until a condition, or what it returns, holds; fails after a generous deadline."""
     deadline = time.monotonic() + timeout
-    while not condition():
+    while not (await held if inspect.isawaitable(held := condition()) else held):
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)
 

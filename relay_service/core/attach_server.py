@@ -27,8 +27,9 @@ from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.ports import MapArena
 from relay_service.core.transfers import Transfers
-from relay_service.errors import RelayError
+from relay_service.errors import InvalidRequest, RelayError
 
+RETRY_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,12 @@ class AttachServer:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._socket)
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # out of descriptors, for example: others leave in time
+                _log.error("cannot accept an attachment: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             task = asyncio.create_task(self._serve(AsyncChannel(sock)))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
@@ -82,7 +88,8 @@ class AttachServer:
         try:
             _check_user(channel)
             holding = await self._attach(channel)
-            while holding:
+            await channel.send(encode(Accepted()))
+            while True:
                 await self._follow(channel, holding)
         except ChannelClosed as error:
             _log.info("attachment of %s ended: %s", holding.name if holding else "nobody", error)
@@ -99,8 +106,11 @@ class AttachServer:
     async def _attach(self, channel: AsyncChannel) -> Holding:
         message = decode_to_relay(await channel.receive())
         if not isinstance(message, Attach):
-            raise ChannelClosed("the first message must attach")
-        descriptors = channel.take_descriptors(len(message.manifests))
+            raise InvalidRequest("the first message must attach")
+        try:
+            descriptors = channel.take_descriptors(len(message.manifests))
+        except ChannelClosed as error:
+            raise InvalidRequest(f"{len(message.manifests)} ranks: {error}") from error
         holding = Holding(message, descriptors, self._map_arena)
         try:
             self._holdings.add(holding)
@@ -109,13 +119,12 @@ class AttachServer:
             holding.close()
             raise
         _log.info("attached %s (%s)", holding.name, holding.state)
-        await channel.send(encode(Accepted()))
         return holding
 
     async def _follow(self, channel: AsyncChannel, holding: Holding) -> None:
         message = decode_to_relay(await channel.receive())
         if not isinstance(message, Update):
-            raise ChannelClosed("an instance attaches once per connection")
+            raise InvalidRequest("an instance attaches once per connection")
         holding.apply(message)
         _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
         await channel.send(encode(Accepted()))

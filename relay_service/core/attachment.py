@@ -74,10 +74,16 @@ def encode(message: Attach | Update | Accepted | Denied) -> bytes:
 
 
 def decode_to_relay(frame: bytes) -> Attach | Update:
-    """Decodes what an engine sent; raises `msgspec.ValidationError`."""
-    return _to_relay.decode(frame)
+    """Decodes what an engine sent; raises `msgspec.MsgspecError`."""
+    try:
+        return _to_relay.decode(frame)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def decode_to_engine(frame: bytes) -> Accepted | Denied:
-    """Decodes what a relay sent; raises `msgspec.ValidationError`."""
-    return _to_engine.decode(frame)
+    """Decodes what a relay sent; raises `msgspec.MsgspecError`."""
+    try:
+        return _to_engine.decode(frame)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error

@@ -79,6 +79,8 @@ class Holding:
     def apply(self, update: Update) -> None:
         """Follows the engine. Raises `Refused` for weights that are not proven."""
         manifests = list(update.manifests) or self.manifests
+        if len(manifests) != len(self.manifests):
+            raise InvalidRequest(f"{len(manifests)} manifests for {len(self.manifests)} ranks")
         for old, new in zip(self.manifests, manifests, strict=True):
             check(new)
             if difference := old.layout_difference(new):

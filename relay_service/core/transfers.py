@@ -40,7 +40,7 @@ class Transfers:
         task = asyncio.get_running_loop().create_task(self._run(holding, puller))
         transfer = Transfer(secrets.token_hex(6), holding, puller, task)
         self.running.append(transfer)
-        task.add_done_callback(lambda _: self.running.remove(transfer))
+        task.add_done_callback(lambda _: self._ended(transfer))
         return transfer
 
     async def end(self, holding: Holding) -> None:
@@ -50,12 +50,14 @@ class Transfers:
             await asyncio.wait([transfer.task])
 
     async def _run(self, holding: Holding, puller: Puller) -> PullReport:
-        try:
-            report = await puller.run()
-        except BaseException:
-            # Nothing writes any more; the engine may load from disk instead.
-            holding.return_mapping()
-            raise
+        report = await puller.run()
         # The engine asks for them before it commits.
         holding.manifests = [receiver.manifest() for receiver in puller.receivers]
         return report
+
+    def _ended(self, transfer: Transfer) -> None:
+        self.running.remove(transfer)
+        if transfer.task.cancelled() or transfer.task.exception():
+            # Nothing writes any more; the engine may load from disk instead. Done here,
+            # since a task that is cancelled before its first step runs none of its code.
+            transfer.holding.return_mapping()
