@@ -5,40 +5,65 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_WINDOW_TOKENS = 16
-_KEPT_TOKENS = 4
-"""UTF-8 needs at most 4 bytes, so a character spans at most 4 tokens (RFC 3629)."""
+_OPEN_BYTES = 3
+"""UTF-8 has at most 4 bytes, so that many may wait for their last one (RFC 3629)."""
+_WINDOW_TOKENS = 32
+_KEPT_TOKENS = 12
 
 
 class Detokenizer:
     """Text of one answer. The pieces joined equal the decoding of all tokens at once.
 
     A piece is the decoding of a short window of tokens less what the window said
-    before, so decoders that trim a text's start do so on both sides. Of a text that
-    ends in U+FFFD only that last character can still change: whatever bytes are
-    missing there, those before it cannot be repaired any more.
+    before, so decoders that trim a text's start do so on both sides. The window
+    begins where the text was whole, so it never cuts a character.
+
+    A text that ends in U+FFFD may be waiting for bytes. Byte-level decoders show one
+    U+FFFD for an open character; byte-fallback decoders one for each of its bytes, and
+    for those of the characters before it too. So nothing is said while a character can
+    be open. After more tokens these are bytes that no text has; all but the last few
+    U+FFFD are final then.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """Takes the tokenizer's `decode`."""
         self._decode = decode
         self._window: list[int] = []
-        self._said = 0
+        self._whole = 0
+        """Tokens of the window that were there when the text was last whole."""
+        self._said = ""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that it completes, possibly none."""
         self._window.append(token)
-        stable = self._stable()
-        piece = stable[self._said :]
-        self._said = len(stable)
-        if len(self._window) >= _WINDOW_TOKENS:
-            self._window = self._window[-_KEPT_TOKENS:]
-            self._said = len(self._stable())
+        text = self._decode(self._window)
+        open_tokens = len(self._window) - self._whole
+        if text.endswith(_REPLACEMENT) and open_tokens <= _OPEN_BYTES:
+            return ""
+        final, piece = _final(text), ""
+        if final.startswith(self._said):
+            piece, self._said = final[len(self._said) :], final
+        if final == text:
+            self._begin_window_at(self._whole)
+            self._whole = len(self._window)
+        elif len(self._window) >= _WINDOW_TOKENS:
+            self._begin_window_at(len(self._window) - _KEPT_TOKENS)
+            self._whole = 0
         return piece
 
     def flush(self) -> str:
         """Returns what was held back; call once at the end."""
-        return self._decode(self._window)[self._said :]
+        text = self._decode(self._window)
+        if text.startswith(self._said):
+            return text[len(self._said) :]
+        return self._decode(self._window[self._whole :])
 
-    def _stable(self) -> str:
-        return self._decode(self._window).removesuffix(_REPLACEMENT)
+    def _begin_window_at(self, token: int) -> None:
+        del self._window[:token]
+        self._said = _final(self._decode(self._window))
+
+
+def _final(text: str) -> str:
+    """Returns a text without the U+FFFD at its end that bytes to come may change."""
+    bare = text.rstrip(_REPLACEMENT)
+    return text[: max(len(bare), len(text) - _OPEN_BYTES)]
