@@ -37,8 +37,7 @@ class Detokenizer:
         """Takes a token; returns the text that it completes, possibly none."""
         self._window.append(token)
         text = self._decode(self._window)
-        open_tokens = len(self._window) - self._whole
-        if text.endswith(_REPLACEMENT) and open_tokens <= _OPEN_BYTES:
+        if self._is_open(text):
             return ""
         final, piece = _final(text), ""
         if final.startswith(self._said):
@@ -54,9 +53,13 @@ class Detokenizer:
     def flush(self) -> str:
         """Returns what was held back; call once at the end."""
         text = self._decode(self._window)
-        if text.startswith(self._said):
-            return text[len(self._said) :]
-        return self._decode(self._window[self._whole :])
+        if self._is_open(text):
+            return self._decode(self._window[self._whole :])
+        return text[len(self._said) :]
+
+    def _is_open(self, text: str) -> bool:
+        """Returns whether the window may end within a character."""
+        return text.endswith(_REPLACEMENT) and len(self._window) - self._whole <= _OPEN_BYTES
 
     def _begin_window_at(self, token: int) -> None:
         del self._window[:token]
