@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine_service.core.messages import Row
 from relay_service.core.attachment import (
@@ -361,6 +362,28 @@ class FakeRunner:
         if self.error:
             raise self.error
         return tuple(row.tokens[-1] + 1 for row in rows)
+
+
+# Text without a model
+
+
+def _byte_letters() -> dict[int, str]:
+    """Returns the letter that a byte-level tokenizer writes for each byte (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in plain}
+    others = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """One token per byte, as in GPT-2, Llama 3 and SmolLM2; token 256 is ` the`, 257 special."""
+    letters = _byte_letters()
+    vocab = {letter: byte for byte, letter in letters.items()} | {letters[32] + "the": 256}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
 
 
 def replace(record, **changes):

@@ -31,7 +31,8 @@ class TextCodec:
         settings = read_json(files, "tokenizer_config.json")
         self._special = {k: _text_of(settings.get(k)) for k in ("bos_token", "eos_token")}
         self._template = _compile(files, settings)
-        self.vocab_size = int(self.config.get("vocab_size", self._tokenizer.get_vocab_size()))
+        size = self.config.get("vocab_size", self._tokenizer.get_vocab_size())
+        self.vocab_size = _whole_number("config.json", "vocab_size", size)
         self.end_ids = self._end_ids(read_json(files, "generation_config.json"))
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ class TextCodec:
             text = self._template.render(
                 messages=messages, add_generation_prompt=True, **self._special
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program and can fail in any way
             raise InvalidRequest(
                 f"the chat template refuses this: {error}", field="chat"
             ) from error
@@ -58,20 +59,24 @@ class TextCodec:
 
     def _end_ids(self, generation: dict[str, Any]) -> frozenset[int]:
         """Every end-of-sequence token that any of the three files names."""
-        named = [self.config.get("eos_token_id"), generation.get("eos_token_id")]
-        named.append(self._tokenizer.token_to_id(self._special["eos_token"]))
-        ids: set[int] = set()
-        for value in named:
-            values = value if isinstance(value, list) else [value]
-            ids |= {int(one) for one in values if one is not None}
-        return frozenset(ids)
+        named = {
+            "config.json": self.config.get("eos_token_id"),
+            "generation_config.json": generation.get("eos_token_id"),
+            "tokenizer_config.json": self._tokenizer.token_to_id(self._special["eos_token"]),
+        }
+        return frozenset(
+            _whole_number(name, "eos_token_id", one)
+            for name, value in named.items()
+            for one in (value if isinstance(value, list) else [value])
+            if one is not None
+        )
 
 
 def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
     """Returns a JSON object of the model, empty when the file is absent. Raises `ModelError`."""
     try:
         value = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} is not JSON: {error}", field=name) from error
     if not isinstance(value, dict):
         raise ModelError(f"{name} is not a JSON object", field=name)
@@ -79,17 +84,21 @@ def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _compile(files: dict[str, bytes], settings: dict[str, Any]) -> jinja2.Template | None:
-    source = settings.get("chat_template")
-    if "chat_template.jinja" in files:
-        source = files["chat_template.jinja"].decode()
-    if not isinstance(source, str):
-        return None
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _raise
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
+        source = settings.get("chat_template")
+        if "chat_template.jinja" in files:
+            source = files["chat_template.jinja"].decode()
+        return environment.from_string(source) if isinstance(source, str) else None
+    except (jinja2.TemplateError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"the chat template cannot be read: {error}") from error
+
+
+def _whole_number(file: str, field: str, value: object) -> int:
+    if type(value) is not int:
+        raise ModelError(f"{file}: {field} is {value!r:.64}, not a whole number", field=field)
+    return value
 
 
 def _raise(message: str) -> NoReturn:

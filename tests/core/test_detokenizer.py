@@ -1,6 +1,7 @@
 """Streamed text equals text, and never ends within a character."""
 
 import pytest
+from fakes import byte_level_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -9,24 +10,6 @@ from engine_service.core.detokenizer import Detokenizer
 
 STORY = "é 삼겹살 👩‍👩‍👧 end"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-def _byte_letters() -> dict[int, str]:
-    """Returns the letter that a byte-level tokenizer writes for each byte (GPT-2's table)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in plain}
-    others = [byte for byte in range(256) if byte not in letters]
-    return letters | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-def byte_level() -> Tokenizer:
-    """One token per byte, as in GPT-2, Llama 3 and SmolLM2; token 256 is ` the`, 257 special."""
-    letters = _byte_letters()
-    vocab = {letter: byte for byte, letter in letters.items()} | {letters[32] + "the": 256}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
@@ -44,7 +27,7 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+TOKENIZERS = {"byte level": byte_level_tokenizer(), "byte fallback": byte_fallback()}
 
 
 def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
