@@ -349,6 +349,7 @@ class FakeRunner:
     def __init__(self) -> None:
         self.steps: list[tuple[Row, ...]] = []
         self.error: Exception | None = None
+        """Raised by the next step that ends."""
         self.gate = asyncio.Event()
         """A step waits for it; set unless a test clears it."""
         self.gate.set()
@@ -360,7 +361,8 @@ class FakeRunner:
         self.stepping.set()
         await self.gate.wait()
         if self.error:
-            raise self.error
+            error, self.error = self.error, None
+            raise error
         return tuple(row.tokens[-1] + 1 for row in rows)
 
 

@@ -73,6 +73,8 @@ class Engine:
         weights = self.weights
         try:
             tokens = await self._runner.step(tuple(row_of(s) for s in batch))
+            if len(tokens) != len(batch):
+                raise RankDied(f"a rank answered {len(tokens)} tokens for {len(batch)} rows")
         except RankDied:
             raise
         except EngineError as error:
