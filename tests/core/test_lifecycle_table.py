@@ -73,7 +73,7 @@ async def test_watching():
 
     async def watch() -> None:
         async for state in lifecycle.watch():
-            seen.append(state)  # noqa: PERF401: what was seen must not wait for the end
+            seen.append(state)  # noqa: PERF401
 
     watching = asyncio.create_task(watch())
     for state in (S.LOADING, S.READY, S.DRAINING, S.STOPPED):
