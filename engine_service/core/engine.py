@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from engine_service.core.ports import Runner
-from engine_service.core.request import Finish, GenerationRequest, TokenEvent
+from engine_service.core.request import Finish, GenerationRequest, Sequence, TokenEvent
 from engine_service.core.scheduler import Scheduler, row_of
 from engine_service.errors import EngineError, RankDied
 from relay_service.core.instance import Weights
@@ -72,9 +72,7 @@ class Engine:
             return
         weights = self.weights
         try:
-            tokens = await self._runner.step(tuple(row_of(s) for s in batch))
-            if len(tokens) != len(batch):
-                raise RankDied(f"a rank answered {len(tokens)} tokens for {len(batch)} rows")
+            tokens = await self._tokens_of(batch)
         except RankDied:
             raise
         except EngineError as error:
@@ -83,3 +81,9 @@ class Engine:
             self.scheduler.commit(batch, tokens, weights)
         # A step that never waits would keep the readers of its own tokens waiting.
         await asyncio.sleep(0)
+
+    async def _tokens_of(self, batch: list[Sequence]) -> tuple[int, ...]:
+        tokens = await self._runner.step(tuple(row_of(s) for s in batch))
+        if len(tokens) != len(batch):
+            raise RankDied(f"a rank answered {len(tokens)} tokens for {len(batch)} rows")
+        return tokens
