@@ -14,7 +14,7 @@ import logging
 import time
 from pathlib import Path
 
-from engine_service.core.fill import Filler
+from engine_service.core.fill import Filler, take_back
 from engine_service.core.instance import Instance
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.ports import FillProgress
@@ -86,7 +86,7 @@ class BringUp:
         _log.warning("falling back to disk: %s", error)
         instance.lifecycle.to(State.LOADING, f"fallback to disk: {error}")
         if instance.link:
-            await instance.link.return_mapping()
+            await take_back(instance, instance.link)
             await instance.tell_relay()
         await self._load()
 

@@ -9,15 +9,18 @@ instance: the arena holds something, and it is not proven.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from engine_service.core.instance import Instance
 from engine_service.core.messages import CheckProbe, Commit, Done
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
-from engine_service.errors import EngineError, FillFailed, WrongState
+from engine_service.errors import ArenaError, EngineError, FillFailed, WrongState
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.pull import PullOptions
+
+_log = logging.getLogger(__name__)
 
 
 class Filler:
@@ -46,7 +49,7 @@ class Filler:
             report = await self._land(link, options, on_progress)
             await instance.capture()
             # A caller who leaves now cannot stop what has begun to serve.
-            await asyncio.shield(asyncio.ensure_future(self._commit(report, on_progress)))
+            await asyncio.shield(asyncio.ensure_future(self._commit(link, report, on_progress)))
             return report
 
     async def _land(
@@ -59,10 +62,7 @@ class Filler:
             with instance.phases.measure("land"):
                 report = await link.pull(options, on_progress)
             on_progress(FillProgress(phase="committing"))
-            began = time.monotonic()
-            await link.return_mapping()
             instance.manifests = await self._landed(link, report)
-            report.seconds_commit = time.monotonic() - began
         except BaseException:
             instance.lifecycle.to(State.DUMMY)
             await link.update()
@@ -75,13 +75,14 @@ class Filler:
             raise FillFailed("the relay's manifests are not of the weights that it reports")
         return manifests
 
-    async def _commit(self, report: FillReport, on_progress: OnProgress) -> None:
+    async def _commit(self, link: RelayLink, report: FillReport, on_progress: OnProgress) -> None:
         instance = self._instance
         try:
             began = time.monotonic()
             with instance.phases.measure("commit"):
+                self._check_moved(await take_back(instance, link))
                 await instance.ranks.same(Commit(), Done)
-            report.seconds_commit += time.monotonic() - began
+            report.seconds_commit = time.monotonic() - began
             on_progress(FillProgress(phase="probing"))
             began = time.monotonic()
             with instance.phases.measure("probe"):
@@ -93,8 +94,25 @@ class Filler:
         instance.fill_report = report
         await instance.serve(Weights(report.weight_version, report.weights_digest, 1))
 
+    def _check_moved(self, moved: list[Manifest]) -> None:
+        if moved and weights_digest(moved) != weights_digest(self._instance.manifests):
+            raise ArenaError("the weights were changed while the relay was cut off")
+
     async def _prove(self, probe: bytes) -> None:
         if not probe:
             raise FillFailed("the source has no probe to compare with", final="yes")
         await self._instance.ranks.same(CheckProbe(probe), Done)
         self._instance.probe = probe
+
+
+async def take_back(instance: Instance, link: RelayLink) -> list[Manifest]:
+    """Makes sure that nobody but the ranks can write to the arenas any more.
+
+    A relay that does not say that it gave up writing is cut off; then the manifests
+    of what lies in the fresh memory are returned.
+    """
+    if await link.return_mapping():
+        return []
+    _log.warning("the relay did not return its mapping: moving the arenas away from it")
+    link.detach()
+    return await instance.ranks.cut_off()

@@ -76,10 +76,18 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     rows: tuple[Row, ...]
 
 
-class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Takes the landed weights: seals the arena, checks nobody else can write.
+class CutOff(msgspec.Struct, frozen=True, tag=True):
+    """Moves the arena to fresh memory at the same address. Answered by `Moved`.
 
-    Answered by `Done`. By then the relay has returned its mapping.
+    For a relay that did not say that it gave up writing: what it still maps is no
+    longer what serves.
+    """
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Takes the landed weights: seals the arena, so that nobody else can write.
+
+    Answered by `Done`. By then the relay has returned its mapping, or was cut off.
     """
 
 
@@ -110,6 +118,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     manifest: Manifest
     """With digests, computed while loading."""
     bytes_read: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """The arena lies in fresh memory, whose descriptor travels with this message."""
+
+    manifest: Manifest
+    """With digests of the fresh memory: a write that raced with the move shows."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -143,8 +158,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     details: dict[str, str]
 
 
-Command = Start | LoadDisk | Capture | Step | Commit | RecordProbe | CheckProbe
-Reply = Allocated | Loaded | Tokens | Recorded | Progress | Done | Failed
+Command = Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
+Reply = Allocated | Loaded | Moved | Tokens | Recorded | Progress | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

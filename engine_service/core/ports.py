@@ -76,8 +76,11 @@ class RelayLink(Protocol):
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""
 
-    async def return_mapping(self) -> None:
-        """Has the relay give up writing. Raises `FillFailed` without its word for it."""
+    async def return_mapping(self) -> bool:
+        """Has the relay give up writing; returns whether it has, or is dead."""
+
+    def detach(self) -> None:
+        """Drops the connection; the link attaches again by itself, with what is true then."""
 
     async def manifests(self, ranks: int) -> list[Manifest]:
         """Returns what has landed, by rank. Raises `RelayUnreachable`."""

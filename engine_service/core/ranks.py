@@ -21,7 +21,9 @@ from engine_service import errors
 from engine_service.core.messages import (
     Allocated,
     Command,
+    CutOff,
     Failed,
+    Moved,
     Progress,
     Reply,
     Row,
@@ -31,6 +33,7 @@ from engine_service.core.messages import (
     encode,
 )
 from relay_service.core.channel import AsyncChannel, ChannelClosed
+from relay_service.core.manifest import Manifest
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
@@ -138,6 +141,17 @@ class RankGroup:
         self.arenas = await self.all(commands, Allocated)
         for worker in self.workers:
             self.descriptors += worker.channel.take_descriptors(1)
+
+    async def cut_off(self) -> list[Manifest]:
+        """Moves every arena to fresh memory, away from whoever still maps the old.
+
+        Returns the manifests of what lies there now.
+        """
+        moved = await self.same(CutOff(), Moved)
+        for rank, worker in enumerate(self.workers):
+            os.close(self.descriptors[rank])
+            self.descriptors[rank] = worker.channel.take_descriptors(1)[0]
+        return [reply.manifest for reply in moved]
 
     async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
         """Runs one step; every rank samples the same tokens."""

@@ -56,18 +56,17 @@ class Worker:
                     raise
 
     def _answer(self, command: messages.Command) -> None:
-        if isinstance(command, messages.Start):
-            self._start(command)
-        else:
-            self._channel.send(messages.encode(self._run(command)))
+        reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
+        carries = self._rank is not None and isinstance(reply, messages.Allocated | messages.Moved)
+        descriptors = (self._rank.arena.fd,) if self._rank and carries else ()
+        self._channel.send(messages.encode(reply), descriptors)
 
-    def _start(self, command: messages.Start) -> None:
+    def _start(self, command: messages.Start) -> messages.Reply:
         if self._rank is not None:
             raise WrongState("the rank has been started already")
         torch.set_num_threads(command.config.threads)
         self._rank = Rank(command)
-        reply = messages.encode(self._rank.allocated())
-        self._channel.send(reply, (self._rank.arena.fd,))
+        return self._rank.allocated()
 
     def _run(self, command: messages.Command) -> messages.Reply:
         if self._rank is None:
@@ -82,6 +81,8 @@ class Worker:
                 return rank.record_probe()
             case messages.Capture():
                 rank.graphs.capture()
+            case messages.CutOff():
+                return messages.Moved(rank.arena.replace_backing())
             case messages.Commit():
                 rank.arena.seal()
             case messages.CheckProbe():

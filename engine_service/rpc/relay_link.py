@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -36,6 +36,8 @@ from seedrelay.v1 import relay_pb2
 
 REATTACH_SECONDS = 0.5
 RETURN_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
+"""A relay that answers nothing for so long is taken for away."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,10 +96,16 @@ class GrpcRelayLink:
             message = Update(
                 state=now.state, weights=now.weights, manifests=now.manifests, probe=now.probe
             )
-            with contextlib.suppress(ChannelClosed):
-                await self._channel.send(encode(message))
-                if denied := await self._answers.get():
-                    _log.error("the relay denied an update: %s", denied.reason)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await self._channel.send(encode(message))
+                    if denied := await self._answers.get():
+                        _log.error("the relay denied an update: %s", denied.reason)
+            except ChannelClosed:
+                pass  # it hears of it when the link has attached again
+            except TimeoutError:
+                _log.warning("relay %s does not answer", self.address)
+                self.detach()
 
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled."""
@@ -113,19 +121,20 @@ class GrpcRelayLink:
             raise FillFailed("the relay ended the pull without a report")
         return _report(last)
 
-    async def return_mapping(self) -> None:
+    async def return_mapping(self) -> bool:
         """Has the relay give up writing; a relay that is dead has done so."""
         now = self._describe()
         try:
             await self._relay.return_mapping(now.instance, now.generation, RETURN_SECONDS)
         except ClientError as error:
-            if self._relay_pid and not os.path.exists(f"/proc/{self._relay_pid}"):  # noqa: PTH110
-                return
-            if error.code == "NOT_FOUND":  # a relay that was started anew maps nothing of ours
-                return
-            raise FillFailed(
-                f"the relay did not return the writable mapping: {error}", final="yes"
-            ) from error
+            # A relay that was started anew maps nothing of ours, and a dead one nothing at all.
+            gone = bool(self._relay_pid) and not Path(f"/proc/{self._relay_pid}").exists()
+            return gone or error.code == "NOT_FOUND"
+        return True
+
+    def detach(self) -> None:
+        """Drops the connection; `_keep` attaches again."""
+        self._disconnect()
 
     async def manifests(self, ranks: int) -> list[Manifest]:
         """Returns what has landed, by rank."""
@@ -153,24 +162,31 @@ class GrpcRelayLink:
     async def _connect(self) -> None:
         try:
             path, _ = await self._relay.attachment()
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            channel = AsyncChannel(sock)
-            await asyncio.get_running_loop().sock_connect(sock, path)
-            self._relay_pid, uid = channel.peer_credentials()
-            if uid != os.getuid():
-                raise ConfigError(f"the relay at {self.address} runs as another user")
-            await channel.send(encode(self._describe()), tuple(self._descriptors))
-            answer = decode_to_engine(await channel.receive())
         except ClientError as error:
             raise RelayUnreachable(str(error)) from error
-        except (OSError, msgspec.MsgspecError) as error:
-            raise RelayUnreachable(f"cannot attach to {self.address}: {error}") from error
-        if isinstance(answer, Denied):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = AsyncChannel(sock)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await asyncio.get_running_loop().sock_connect(sock, path)
+                await self._introduce(channel)
+        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             channel.close()
-            raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
+            raise RelayUnreachable(f"cannot attach to {self.address}: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
         self._channel = channel
         _log.info("attached to relay %s", self.address)
+
+    async def _introduce(self, channel: AsyncChannel) -> None:
+        self._relay_pid, uid = channel.peer_credentials()
+        if uid != os.getuid():
+            raise ConfigError(f"the relay at {self.address} runs as another user", field="relay")
+        await channel.send(encode(self._describe()), tuple(self._descriptors))
+        answer = decode_to_engine(await channel.receive())
+        if isinstance(answer, Denied):
+            raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
 
     async def _keep(self) -> None:
         """Reads the relay's answers; attaches again when it was away."""
