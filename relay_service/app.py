@@ -10,8 +10,6 @@ import os
 import signal
 import uuid
 
-from seedrelay.v1 import relay_pb2_grpc
-
 from relay_service.config import RelayConfig, socket_path
 from relay_service.core.attach_server import AttachServer
 from relay_service.core.holdings import Holdings
@@ -24,48 +22,70 @@ from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports.grpc_stream import BlockServicer, GrpcTransport
 from relay_service.transports.shm import ShmTransport
+from seedrelay.v1 import relay_pb2_grpc
 
 _log = logging.getLogger(__name__)
+
+
+class Relay:
+    """One relay: all its parts, joined."""
+
+    def __init__(self, config: RelayConfig) -> None:
+        """Binds the port. Raises `ConfigError` when it cannot listen."""
+        self._config = config
+        self._server = rpc.new_server()
+        self.address = rpc.bind(self._server, config.listen)
+        self.holdings = Holdings()
+        known_as = config.advertise or self.address
+        registry, egress = Registry(), TokenBucket(config.egress_limit_bytes_per_second)
+        self._fleet = DirectoryFleet(
+            known_as, uuid.uuid4().hex, config.join, registry,
+            lambda: self.holdings.records(known_as),
+        )  # fmt: skip
+        self.transfers = Transfers(
+            self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport()]
+        )
+        path = socket_path(int(self.address.rpartition(":")[2]))
+        self._attach_server = AttachServer(path, self.holdings, self.transfers, HostArena)
+        self._server.add_generic_rpc_handlers((BlockServicer(self.holdings, egress).handler(),))
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(
+            RelayServicer(self.holdings, registry, self._fleet, self.transfers, str(path)),
+            self._server,
+        )
+        self._background: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Takes attachments and calls, and announces itself."""
+        self._health = await rpc.add_standard_services(self._server)
+        await self._attach_server.start()
+        await self._server.start()
+        self._background = [
+            asyncio.create_task(self._fleet.keep_announced()),
+            asyncio.create_task(_sweep(self.holdings)),
+        ]
+
+    async def stop(self) -> None:
+        """Says goodbye, lets running calls finish for a while, lets go of everything."""
+        await self._health.enter_graceful_shutdown()
+        await self._attach_server.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.wait(self._background)
+        await self._server.stop(self._config.grace_seconds)
+        self.holdings.close()
 
 
 async def serve(config: RelayConfig) -> None:
     """Runs a relay until SIGTERM or SIGINT. Raises `ConfigError` when it cannot listen."""
     stopping = stop_on_signals()
-    server = rpc.new_server()
-    address = rpc.bind(server, config.listen)
-    generation = uuid.uuid4().hex
-    holdings, registry = Holdings(), Registry()
-    egress = TokenBucket(config.egress_limit_bytes_per_second)
-    fleet = DirectoryFleet(
-        config.advertise or address, generation, config.join, registry,
-        lambda: holdings.records(config.advertise or address),
-    )  # fmt: skip
-    transfers = Transfers(fleet, [ShmTransport(holdings, egress), GrpcTransport()])
-    path = socket_path(int(address.rpartition(":")[2]))
-    attach_server = AttachServer(path, holdings, transfers, HostArena)
-    server.add_generic_rpc_handlers((BlockServicer(holdings, egress).handler(),))
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(
-        RelayServicer(holdings, registry, fleet, transfers, str(path)), server
-    )
-    health = await rpc.add_standard_services(server)
-    await attach_server.start()
-    await server.start()
-    announce_listening("relay", "", address)
-    background = [
-        asyncio.create_task(fleet.keep_announced()),
-        asyncio.create_task(_sweep(holdings)),
-    ]
+    relay = Relay(config)
+    await relay.start()
+    announce_listening("relay", "", relay.address)
     try:
         await stopping.wait()
     finally:
         _log.info("stopping")
-        await health.enter_graceful_shutdown()
-        await attach_server.close()
-        for task in background:
-            task.cancel()
-        await asyncio.wait(background)
-        await server.stop(config.grace_seconds)
-        holdings.close()
+        await relay.stop()
 
 
 def stop_on_signals() -> asyncio.Event:
