@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 from clients.channel import open_channel
 from clients.errors import ClientError
@@ -15,6 +14,7 @@ from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Match, Target
 from relay_service.rpc import convert
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
 
@@ -59,9 +59,11 @@ class RelayClient:
         )  # fmt: skip
         await self._unary(self._stub.Announce(request, timeout=CALL_SECONDS))
 
-    async def sources(self, target: Target) -> list[Match]:
+    async def sources(self, target: Target, *, without_directory: bool = False) -> list[Match]:
         """Lists who could fill a target, and why the others could not."""
-        request = relay_pb2.ListSourcesRequest(instance=target.instance)
+        request = relay_pb2.ListSourcesRequest(
+            instance=target.instance, without_directory=without_directory
+        )
         if target.format is not None:
             request.format.CopyFrom(convert.format_to_proto(target.format))
         if target.placement is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from seedrelay.v1 import relay_pb2, weights_pb2
-
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
@@ -13,8 +11,9 @@ from relay_service.core.manifest import Manifest, TensorEntry, Unit
 from relay_service.core.pull import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
 from relay_service.errors import InvalidRequest, ManifestError
+from seedrelay.v1 import relay_pb2, weights_pb2
 
-_PAGE_ITEMS = 4096
+_PAGE_BYTES = (1 << 20) - 16
 
 
 def state_to_proto(state: State) -> str:
@@ -106,14 +105,15 @@ def instance_from_proto(message: relay_pb2.Instance) -> Instance:
 
 def manifest_pages(manifest: Manifest) -> Iterator[relay_pb2.GetManifestResponse]:
     """Cuts a manifest into pages well below the message limit."""
-    page = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes)
-    items = 0
-    for unit in manifest.units:
-        page.units.append(_unit_to_proto(unit))
-        items += len(unit.tensors) + len(unit.digests) // 8
-        if items >= _PAGE_ITEMS:
+    page, size = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
+    for unit in map(_unit_to_proto, manifest.units):
+        # Tag and length of the unit, and the page's own field, take a few bytes more.
+        needed = unit.ByteSize() + 16
+        if page.units and size + needed > _PAGE_BYTES:
             yield page
-            page, items = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
+            page, size = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
+        page.units.append(unit)
+        size += needed
     yield page
 
 

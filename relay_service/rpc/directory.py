@@ -35,15 +35,20 @@ class DirectoryFleet:
         self._client = RelayClient(directory) if directory else None
 
     async def instances(self) -> list[Instance]:
-        """Lists every known life of an instance once, this relay's own word first.
+        """Lists every known life of an instance once, as this relay knows it or else its directory.
 
         A directory that cannot be asked is no error: what is known here remains.
         """
-        known = {(i.instance, i.generation): i for i in [*self._own(), *self._registry.instances()]}
+        known = {(i.instance, i.generation): i for i in self.known()}
         for instance in await self._ask_directory():
             if instance.address != self.address:
                 known.setdefault((instance.instance, instance.generation), instance)
         return list(known.values())
+
+    def known(self) -> list[Instance]:
+        """Lists what is known without asking anybody; of its own it knows best."""
+        everyone = [*self._registry.instances(), *self._own()]
+        return list({(one.instance, one.generation): one for one in everyone}.values())
 
     async def keep_announced(self) -> None:
         """Announces every interval until cancelled; then says goodbye."""
@@ -74,7 +79,8 @@ class DirectoryFleet:
         if not self._client:
             return []
         try:
-            return [m.instance for m in await self._client.sources(Target())]
+            found = await self._client.sources(Target(), without_directory=True)
         except ClientError as error:
             _log.warning("directory %s: %s", self.directory, error)
             return []
+        return [match.instance for match in found]

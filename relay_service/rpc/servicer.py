@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 
 import grpc
 from google.protobuf import duration_pb2
-from seedrelay.v1 import relay_pb2, relay_pb2_grpc
 
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
@@ -19,6 +18,7 @@ from relay_service.errors import InvalidRequest
 from relay_service.rpc import convert
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
+from seedrelay.v1 import relay_pb2, relay_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 _ARTIFACT_PART_BYTES = 1 << 20
@@ -76,7 +76,9 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
             if request.HasField("placement")
             else None,
         )
-        matches = match(target, await self._fleet.instances())
+        fleet = self._fleet
+        known = fleet.known() if request.without_directory else await fleet.instances()
+        matches = match(target, known)
         return relay_pb2.ListSourcesResponse(
             sources=[
                 relay_pb2.Source(

@@ -83,14 +83,16 @@ class AnnounceResponse(_message.Message):
     def __init__(self, expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListSourcesRequest(_message.Message):
-    __slots__ = ("instance", "format", "placement")
+    __slots__ = ("instance", "format", "placement", "without_directory")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     instance: str
     format: _weights_pb2.Format
     placement: _weights_pb2.Placement
-    def __init__(self, instance: _Optional[str] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ...) -> None: ...
+    without_directory: bool
+    def __init__(self, instance: _Optional[str] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., without_directory: _Optional[bool] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("instance", "fits", "reason")
