@@ -16,7 +16,8 @@ RelayError
 ├── NoSource               nobody (or nobody any more) can fill the target
 ├── CorruptBlock           bytes that do not match their digest
 ├── ResourceExhausted      no memory, no descriptors, too many readers
-└── PullTimeout            the deadline of a pull is over
+├── PullTimeout            the deadline of a pull is over
+└── PullEnded              somebody ended the pull, or its target has left
 """
 
 from __future__ import annotations
@@ -104,3 +105,7 @@ class ResourceExhausted(RelayError):
 
 class PullTimeout(RelayError):
     """The deadline of a pull is over."""
+
+
+class PullEnded(RelayError):
+    """Somebody ended the pull, or its target has left."""

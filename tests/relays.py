@@ -45,10 +45,10 @@ class Fleet:
         return self._clients[-1]
 
     async def engine(
-        self, relay: Relay, name: str, *contents: bytes, layout: Manifest = LAYOUT, **changes
+        self, relay: Relay, name: str, *contents: bytes, layout: Manifest | None = None, **changes
     ) -> FakeEngine:
         """Attaches an engine through the real protocol; without contents it is a dummy."""
-        engine = FakeEngine(name, Memory([layout], contents))
+        engine = FakeEngine(name, Memory([layout or self.layout], contents))
         self._engines.append(engine)
         path = socket_path(int(relay.address.rpartition(":")[2]))
         answer = await engine.attach(path, **changes)

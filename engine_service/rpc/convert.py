@@ -24,6 +24,7 @@ from seedrelay.v1 import engine_pb2, weights_pb2
 DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS = 1 << 20
 MAX_TEMPERATURE = 100.0
+MAX_TIMEOUT_SECONDS = 315_576_000_000
 
 FINISH = {
     Finish.STOP: engine_pb2.FINISH_REASON_STOP,
@@ -124,9 +125,9 @@ def options_to_proto(options: PullOptions) -> weights_pb2.PullOptions:
 
 def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
     """Returns how to fill an instance. Raises `InvalidRequest`."""
-    timeout = message.timeout.ToTimedelta().total_seconds()
-    if message.rate_limit_bytes_per_second < 0 or timeout < 0:
-        raise InvalidRequest("a rate limit and a timeout cannot be negative", field="options")
+    timeout = message.timeout.seconds + message.timeout.nanos / 1e9
+    if message.rate_limit_bytes_per_second < 0 or not 0 <= timeout <= MAX_TIMEOUT_SECONDS:
+        raise InvalidRequest("a rate limit or a timeout is out of range", field="options")
     return PullOptions(
         source_instance=message.source_instance,
         transport=message.transport,

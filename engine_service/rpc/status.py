@@ -15,6 +15,9 @@ from engine_service import errors
 
 DOMAIN = "engine.seedrelay"
 RETRY_SECONDS = 1
+MESSAGE_BYTES, DETAIL_BYTES = 1000, 300
+"""A status travels as metadata, percent-encoded and once more in base64; beyond 8 KiB in
+all a client may see only that it was too large."""
 _Code = grpc.StatusCode
 
 TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
@@ -57,7 +60,7 @@ async def abort_with(context: grpc.aio.ServicerContext, error: errors.EngineErro
     """Ends a call with the error's status; `ErrorInfo` carries its class and details."""
     details = [
         error_details_pb2.ErrorInfo(
-            reason=type(error).__name__, domain=DOMAIN, metadata=error.details
+            reason=type(error).__name__, domain=DOMAIN, metadata=_clip_all(error.details)
         )
     ]
     if isinstance(error, _RETRYABLE):
@@ -67,10 +70,24 @@ async def abort_with(context: grpc.aio.ServicerContext, error: errors.EngineErro
     for wrapper, detail in zip(packed, details, strict=True):
         wrapper.Pack(detail)
     status = rpc_status.to_status(
-        status_pb2.Status(code=code_of(error).value[0], message=error.message, details=packed)
+        status_pb2.Status(
+            code=code_of(error).value[0],
+            message=_clip(error.message, MESSAGE_BYTES),
+            details=packed,
+        )
     )
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError  # abort has raised
+
+
+def _clip(text: str, most: int) -> str:
+    """Returns text of at most so many bytes of UTF-8; a cut one ends in an ellipsis."""
+    data = text.encode()
+    return text if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
+
+
+def _clip_all(details: dict[str, str]) -> dict[str, str]:
+    return {name: _clip(value, DETAIL_BYTES) for name, value in details.items()}
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

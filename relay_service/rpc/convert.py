@@ -13,6 +13,7 @@ from relay_service.core.transfers import Transfer
 from relay_service.errors import InvalidRequest, ManifestError
 from seedrelay.v1 import relay_pb2, weights_pb2
 
+MAX_TIMEOUT_SECONDS = 315_576_000_000
 _PAGE_BYTES = (1 << 20) - 16
 
 
@@ -128,9 +129,9 @@ def manifest_from_pages(rank: int, pages: Iterable[relay_pb2.GetManifestResponse
 
 def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
     """Returns how to fill an instance. Raises `InvalidRequest`."""
-    timeout = message.timeout.ToTimedelta().total_seconds()
-    if message.rate_limit_bytes_per_second < 0 or timeout < 0:
-        raise InvalidRequest("a rate limit and a timeout cannot be negative", field="options")
+    timeout = message.timeout.seconds + message.timeout.nanos / 1e9
+    if message.rate_limit_bytes_per_second < 0 or not 0 <= timeout <= MAX_TIMEOUT_SECONDS:
+        raise InvalidRequest("a rate limit or a timeout is out of range", field="options")
     return PullOptions(
         source_instance=message.source_instance,
         transport=message.transport,

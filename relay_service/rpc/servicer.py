@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -14,7 +13,7 @@ from relay_service.core.leases import LEASE_SECONDS
 from relay_service.core.match import Target, match
 from relay_service.core.registry import EXPIRY_SECONDS, Registry
 from relay_service.core.transfers import Transfer, Transfers
-from relay_service.errors import InvalidRequest
+from relay_service.errors import InvalidRequest, PullEnded
 from relay_service.rpc import convert
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
@@ -194,13 +193,14 @@ async def _watch(transfer: Transfer) -> AsyncIterator[relay_pb2.PullResponse]:
     while not transfer.task.done():
         yield relay_pb2.PullResponse(progress=convert.progress_to_proto(transfer))
         await asyncio.wait([transfer.task], timeout=PROGRESS_SECONDS)
-    with contextlib.suppress(asyncio.CancelledError):
-        report = await transfer.task
-        yield relay_pb2.PullResponse(
-            progress=convert.progress_to_proto(transfer),
-            report=convert.report_to_proto(transfer),
-            probe=report.probe,
-        )
+    if transfer.task.cancelled():
+        raise PullEnded(f"the pull into {transfer.holding.name} was ended")
+    report = transfer.task.result()
+    yield relay_pb2.PullResponse(
+        progress=convert.progress_to_proto(transfer),
+        report=convert.report_to_proto(transfer),
+        probe=report.probe,
+    )
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -14,6 +14,9 @@ from grpc_status import rpc_status
 from relay_service import errors
 
 DOMAIN = "relay.seedrelay"
+MESSAGE_BYTES, DETAIL_BYTES = 1000, 300
+"""A status travels as metadata, percent-encoded and once more in base64; beyond 8 KiB in
+all a client may see only that it was too large."""
 _Code = grpc.StatusCode
 
 TABLE: dict[type[errors.RelayError], grpc.StatusCode] = {
@@ -29,6 +32,7 @@ TABLE: dict[type[errors.RelayError], grpc.StatusCode] = {
     errors.CorruptBlock: _Code.DATA_LOSS,
     errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,
     errors.PullTimeout: _Code.DEADLINE_EXCEEDED,
+    errors.PullEnded: _Code.CANCELLED,
 }
 """Subclasses follow their nearest base."""
 
@@ -43,14 +47,28 @@ async def abort_with(context: grpc.aio.ServicerContext, error: errors.RelayError
     packed = any_pb2.Any()
     packed.Pack(
         error_details_pb2.ErrorInfo(
-            reason=type(error).__name__, domain=DOMAIN, metadata=error.details
+            reason=type(error).__name__, domain=DOMAIN, metadata=_clip_all(error.details)
         )
     )
     status = rpc_status.to_status(
-        status_pb2.Status(code=code_of(error).value[0], message=error.message, details=[packed])
+        status_pb2.Status(
+            code=code_of(error).value[0],
+            message=_clip(error.message, MESSAGE_BYTES),
+            details=[packed],
+        )
     )
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError  # abort has raised
+
+
+def _clip(text: str, most: int) -> str:
+    """Returns text of at most so many bytes of UTF-8; a cut one ends in an ellipsis."""
+    data = text.encode()
+    return text if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
+
+
+def _clip_all(details: dict[str, str]) -> dict[str, str]:
+    return {name: _clip(value, DETAIL_BYTES) for name, value in details.items()}
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

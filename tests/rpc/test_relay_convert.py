@@ -1,0 +1,128 @@
+"""Records to messages and back, and what a peer may send instead."""
+
+import pytest
+from fakes import instance, lay_out_bytes, random_bytes, seam_layout, verified
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_service.errors import InvalidRequest as EngineInvalidRequest
+from engine_service.rpc import convert as engine_convert
+from relay_service.core.format import Placement
+from relay_service.core.instance import Artifact, State, Weights
+from relay_service.core.layout import check
+from relay_service.core.pull import PullOptions
+from relay_service.errors import InvalidRequest, ManifestError
+from relay_service.rpc import convert
+from seedrelay.v1 import relay_pb2, weights_pb2
+
+
+@pytest.mark.parametrize("state", State)
+def test_an_instance_round_trips(state):
+    """An announced instance arrives as it was sent, in every state."""
+    sent = instance(
+        state=state,
+        placement=Placement(2, 3),
+        weights=Weights("v7", "ab" * 16, 9),
+        artifacts=(Artifact("config.json", 2, "0" * 64),),
+        leases=4,
+    )
+    assert convert.instance_from_proto(convert.instance_to_proto(sent)) == sent
+
+
+def test_a_manifest_round_trips():
+    """A manifest with every kind of tensor arrives as it was sent, verified or not."""
+    layout = seam_layout(rank=2)
+    for sent in (layout, verified(layout, random_bytes(layout)), lay_out_bytes([])):
+        pages = list(convert.manifest_pages(sent))
+        assert convert.manifest_from_pages(sent.rank, pages) == sent
+
+
+def test_a_fingerprint_is_not_taken_on_trust():
+    """What a format is called does not matter, only its facts do."""
+    message = convert.format_to_proto(instance().format)
+    message.fingerprint = "forged"
+    assert convert.format_from_proto(message).fingerprint == instance().format.fingerprint
+
+
+small = st.integers(-(1 << 63), (1 << 63) - 1)
+tensors = st.builds(
+    weights_pb2.TensorEntry,
+    name=st.text(max_size=5),
+    kind=st.sampled_from(["parameter", "weight", ""]),
+    dtype=st.sampled_from(["u8", "bf16", "f128", "", "U8", "x" * 100]),
+    shape=st.lists(small, max_size=3),
+    strides=st.lists(small, max_size=3),
+    offset=small,
+    byte_count=small,
+    alias=st.text(max_size=2),
+)
+units = st.builds(
+    weights_pb2.WeightUnit,
+    name=st.text(max_size=5),
+    offset=small,
+    byte_count=small,
+    tensors=st.lists(tensors, max_size=3),
+    block_digests=st.lists(st.binary(max_size=17), max_size=3),
+)
+
+
+pages = st.builds(
+    relay_pb2.GetManifestResponse, data_bytes=small, units=st.lists(units, max_size=3)
+)
+
+
+@given(st.lists(pages, max_size=3))
+def test_any_manifest_is_checked_or_refused(sent):
+    """Whatever pages a peer sends, they are a manifest that holds together or a `ManifestError`."""
+    try:
+        manifest = convert.manifest_from_pages(0, sent)
+        check(manifest)
+    except ManifestError:
+        return
+    assert all(unit.offset + unit.nbytes <= manifest.data_bytes for unit in manifest.units)
+
+
+def test_an_unknown_dtype_is_named():
+    """A dtype that we do not know is refused with the tensor's name."""
+    tensor = weights_pb2.TensorEntry(name="layer.0.qkv", dtype="f4_unheard_of")
+    unit = weights_pb2.WeightUnit(name="layer.0", tensors=[tensor])
+    page = relay_pb2.GetManifestResponse(units=[unit])
+    with pytest.raises(ManifestError, match=r"tensor layer\.0\.qkv: unknown dtype 'f4_unheard_of'"):
+        convert.manifest_from_pages(0, [page])
+
+
+@pytest.mark.parametrize(
+    ("from_proto", "refusal"),
+    [
+        (convert.options_from_proto, InvalidRequest),
+        (engine_convert.options_from_proto, EngineInvalidRequest),
+    ],
+    ids=["relay", "engine"],
+)
+class TestOptions:
+    """How to pull, as both services read it."""
+
+    def test_they_round_trip(self, from_proto, refusal):
+        """Options arrive as they were sent; `auto` means no choice."""
+        sent = PullOptions(
+            source_instance="a", transport="shm", rate_limit_bytes_per_second=5, timeout_seconds=1.5
+        )
+        assert from_proto(engine_convert.options_to_proto(sent)) == sent
+        auto = engine_convert.options_to_proto(PullOptions(transport="auto"))
+        assert from_proto(auto) == PullOptions()
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"rate_limit_bytes_per_second": -1},
+            {"timeout": {"seconds": -1}},
+            {"timeout": {"seconds": 1 << 62}},
+            {"timeout": {"seconds": -(1 << 62)}},
+            {"timeout": {"seconds": 1, "nanos": -(1 << 31)}},
+        ],
+    )
+    def test_senseless_ones_are_refused(self, from_proto, refusal, fields):
+        """A limit or a time that makes no sense is an invalid request."""
+        with pytest.raises(refusal) as refused:
+            from_proto(weights_pb2.PullOptions(**fields))
+        assert refused.value.details["field"]
