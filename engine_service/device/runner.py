@@ -47,6 +47,4 @@ class Runner:
     def decode(self, rows: Sequence[Row]) -> Tensor:
         """Returns the logits after one token of each row, `[rows, vocab_size]`."""
         batch = make_batch(rows, self._cache, self._model.config.vocab_size)
-        if self._graphs.captured:
-            return self._graphs.replay(batch)
-        return self._model.forward(batch, self._cache)
+        return self._graphs.replay(batch)

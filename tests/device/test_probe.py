@@ -7,7 +7,7 @@ from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpo
 
 from engine_service.device.probe import Probe
 from engine_service.device.rank import Rank
-from engine_service.errors import NonFiniteLogits, ProbeMismatch
+from engine_service.errors import CaptureError, NonFiniteLogits, ProbeMismatch
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,15 @@ def _changed(probe: bytes, **changes) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_equal_weights_pass(tied, dtype):
-    """Eager and replayed, with and without a captured graph, in each type."""
-    rank = serving_rank(tied, dtype)
-    probe = rank.record_probe().probe
-    rank.check_probe(probe)
-    rank.graphs.capture()
-    rank.check_probe(probe)
+    """The same weights compute the same, eagerly and from the graph, in each type."""
+    rank = serving_rank(tied, dtype, capture=True)
+    rank.check_probe(rank.record_probe().probe)
+
+
+def test_decode_without_a_graph_is_an_error(tied):
+    """Nothing decodes eagerly behind anybody's back when no graph was captured."""
+    with pytest.raises(CaptureError):
+        serving_rank(tied).step((Sequence([1]).row(),))
 
 
 def test_a_probe_says_what_was_computed(recorded):
@@ -108,7 +111,7 @@ def test_a_probe_that_cannot_be_run_is_refused(captured, recorded, broken):
 
 def test_weights_that_compute_nan_record_nothing(tied):
     """No probe, and no token, is made of NaN."""
-    rank = serving_rank(tied)
+    rank = serving_rank(tied, capture=True)
     rank.model.layers[1].down.fill_(float("nan"))
     with pytest.raises(NonFiniteLogits):
         rank.record_probe()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import Stage
+from stage import Fleet, Stage, reach
 
 from engine_service.checkpoint import random_llama
 from engine_service.checkpoint.random_shape import ShapeWish
@@ -34,6 +35,19 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A relay and a ready seed for all tests that leave them as they are."""
+    stage = Stage(tmp_path_factory.mktemp("fleet"))
+    relay = stage.relay()
+    seed = stage.engine(
+        model, "--relay", relay.address, "--instance-name", "seed", "--weight-version", "v9"
+    )
+    asyncio.run(reach(seed))
+    yield Fleet(relay, seed)
+    stage.close()
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,14 @@ class Result:
         return json.loads(self.out.splitlines()[-1])
 
 
+@dataclass
+class Fleet:
+    """A relay and the seed that is attached to it."""
+
+    relay: Service
+    seed: Service
+
+
 class Stage:
     """Starts services and commands, and ends what it started."""
 

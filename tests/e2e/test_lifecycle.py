@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stage import (
+    Fleet,
     Stage,
     answer,
     eventually,
@@ -165,10 +166,9 @@ async def test_restarted_directory_is_whole_again(stage: Stage, model: Path) -> 
     await eventually(lambda: _instances(again, 0))
 
 
-async def test_cancelled_call_frees_its_kv(stage: Stage, model: Path) -> None:
+async def test_cancelled_call_frees_its_kv(fleet: Fleet) -> None:
     """Who leaves, or whose deadline is over, frees KV and slot; a neighbour is unharmed."""
-    engine = stage.engine(model)
-    await reach(engine)
+    engine = fleet.seed
     neighbour = request(max_tokens=400)
     alone = await answer(engine, neighbour)
     beside = asyncio.ensure_future(answer(engine, neighbour))
@@ -190,20 +190,18 @@ async def test_cancelled_call_frees_its_kv(stage: Stage, model: Path) -> None:
     await eventually(idle, seconds=2)
 
 
-async def test_streams_run_together(stage: Stage, model: Path) -> None:
+async def test_streams_run_together(fleet: Fleet) -> None:
     """Many streams run at once and each gives the same greedy tokens as alone."""
-    engine = stage.engine(model)
-    await reach(engine)
+    engine = fleet.seed
     asked = [request(f"{n} seeds", max_tokens=24) for n in range(8)]
     alone = [await answer(engine, one) for one in asked]
     together = await asyncio.gather(*(answer(engine, one) for one in asked))
     assert list(together) == alone
 
 
-async def test_sampling_by_seed(stage: Stage, model: Path) -> None:
+async def test_sampling_by_seed(fleet: Fleet) -> None:
     """The same seed gives the same tokens whatever else is served; another seed gives others."""
-    engine = stage.engine(model)
-    await reach(engine)
+    engine = fleet.seed
 
     def drawn(seed: int) -> engine_pb2.GenerateRequest:
         return request(max_tokens=24, temperature=1.0, top_p=0.95, min_p=0.01, seed=seed)
@@ -214,19 +212,17 @@ async def test_sampling_by_seed(stage: Stage, model: Path) -> None:
     assert busy[1] != alone
 
 
-async def test_reflection_names_the_services(stage: Stage, model: Path) -> None:
+async def test_reflection_names_the_services(fleet: Fleet) -> None:
     """Both services answer the standard reflection with their own services and health."""
-    for service, name in ((stage.relay(), "RelayService"), (stage.engine(model), "EngineService")):
+    for service, name in ((fleet.relay, "RelayService"), (fleet.seed, "EngineService")):
         names = await _reflected(service)
         assert {f"seedrelay.v1.{name}", "grpc.health.v1.Health"} <= names
 
 
-async def test_generate_command(stage: Stage, model: Path) -> None:
+async def test_generate_command(fleet: Fleet) -> None:
     """`generate --json` prints chunks with their version, the last one with usage and spans."""
-    engine = stage.engine(model, "--weight-version", "v9")
-    await reach(engine)
     result = await asyncio.to_thread(
-        seedrelay, "generate", "--engine", engine.address, "--max-tokens", "6", "--ignore-eos",
+        seedrelay, "generate", "--engine", fleet.seed.address, "--max-tokens", "6", "--ignore-eos",
         "--json", "seeds",
     )  # fmt: skip
     assert result.status == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from stage import (
     DUMMY,
+    Fleet,
     Stage,
     answer,
     health,
@@ -78,12 +79,12 @@ async def test_chain_over_two_hosts_after_the_seed_died(stage: Stage, model: Pat
     assert await answer(second) == await answer(first) == expected
 
 
-async def test_waits_for_pull_and_never_serves_before(stage: Stage, model: Path) -> None:
+async def test_waits_for_pull_and_never_serves_before(
+    stage: Stage, fleet: Fleet, model: Path
+) -> None:
     """A dummy without a relay refuses requests until `seedrelay pull` has filled it."""
-    relay = stage.relay()
-    seed = stage.engine(model, "--relay", relay.address, "--instance-name", "seed")
+    relay, seed = fleet.relay, fleet.seed
     target = stage.engine(model, "--load-format", "dummy")
-    await reach(seed)
     before = await reach(target, DUMMY)
     refused = await refusal(target, request())
     assert (refused.code, refused.reason) == ("UNAVAILABLE", "NotReady")
@@ -136,24 +137,19 @@ async def test_seed_streams_during_a_limited_pull(
     assert report.seconds_transfer > 0.9 * (report.bytes_moved - (1 << 20)) / limit
 
 
-async def test_graphs_are_captured_while_bytes_land(stage: Stage, model: Path) -> None:
+async def test_graphs_are_captured_while_bytes_land(stage: Stage, fleet: Fleet) -> None:
     """The report shows that the intervals of capture and landing overlap."""
-    relay = stage.relay()
-    seed = stage.engine(model, "--relay", relay.address)
-    await reach(seed)
-    target = stage.target(relay)
+    target = stage.target(fleet.relay)
     phases = {p.name: p for p in (await reach(target)).phases}
     assert phases["land"].begin_seconds < phases["capture"].end_seconds
     assert phases["capture"].begin_seconds < phases["land"].end_seconds
 
 
-async def test_relay_has_no_torch(stage: Stage, model: Path) -> None:
-    """The relay's process maps no torch, while an engine's rank does."""
-    relay = stage.relay()
-    seed = stage.engine(model, "--relay", relay.address)
-    status = await reach(seed)
-    assert "libtorch" not in Path(f"/proc/{relay.pid}/maps").read_text()
-    assert "libtorch" not in Path(f"/proc/{seed.pid}/maps").read_text()
+async def test_relay_has_no_torch(fleet: Fleet) -> None:
+    """The relay's process and an engine's front map no torch, while an engine's rank does."""
+    status = await status_of(fleet.seed)
+    assert "libtorch" not in Path(f"/proc/{fleet.relay.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{fleet.seed.pid}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{status.ranks[0].pid}/maps").read_text()
 
 

@@ -9,7 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stage import DUMMY, Result, Stage, answer, reach, refusal, request, seedrelay, status_of
+from stage import (
+    DUMMY,
+    Fleet,
+    Result,
+    Stage,
+    answer,
+    reach,
+    refusal,
+    request,
+    seedrelay,
+    status_of,
+)
 
 from clients.launch import LaunchError, Service
 from seedrelay.v1 import engine_pb2
@@ -30,7 +41,7 @@ async def _pull(target: Service, relay: Service, *more: str) -> Result:
 )
 async def test_other_format_is_refused_before_a_byte_moves(
     stage: Stage,
-    model: Path,
+    fleet: Fleet,
     make_model: Callable[..., Path],
     wish: dict[str, int],
     arguments: tuple[str, ...],
@@ -39,9 +50,7 @@ async def test_other_format_is_refused_before_a_byte_moves(
     """A target of another dtype or model is refused with the first difference in words."""
     shape = {"hidden_size": 128, "layers": 4, "vocab_size": 4096, **wish}
     other = make_model("other" if wish else "tiny", **shape)
-    relay = stage.relay()
-    seed = stage.engine(model, "--relay", relay.address, "--instance-name", "seed")
-    await reach(seed)
+    relay = fleet.relay
     target = stage.engine(other, "--load-format", "dummy", *arguments)
     await reach(target, DUMMY)
     refused = await _pull(target, relay)
@@ -58,11 +67,9 @@ async def test_other_format_is_refused_before_a_byte_moves(
     assert (await refusal(target, request())).code == "UNAVAILABLE"
 
 
-async def test_misfit_fails_at_start(stage: Stage, model: Path) -> None:
+async def test_misfit_fails_at_start(stage: Stage, fleet: Fleet, model: Path) -> None:
     """A target that fills itself and fits no seed exits with the difference."""
-    relay = stage.relay()
-    await reach(stage.engine(model, "--relay", relay.address))
-    target = stage.target(relay, "--dtype", "bfloat16", model=model)
+    target = stage.target(fleet.relay, "--dtype", "bfloat16", model=model)
     assert target.wait() == 1
     assert "dtype: seed float32, target bfloat16" in target.log_tail()
 
@@ -173,10 +180,9 @@ def test_unreachable_is_exit_code_3() -> None:
     assert address in result.err
 
 
-async def test_bad_requests_hurt_nobody(stage: Stage, model: Path) -> None:
+async def test_bad_requests_hurt_nobody(fleet: Fleet) -> None:
     """Requests that can never be served are refused by field, and the next one is served."""
-    engine = stage.engine(model)
-    await reach(engine)
+    engine = fleet.seed
     expected = await answer(engine)
     bad = [
         request(""), request(max_tokens=-1), request(temperature=float("nan")),
