@@ -45,11 +45,11 @@ class Lifecycle:
         self._changed = asyncio.Event()
 
     async def watch(self) -> AsyncGenerator[State]:
-        """Yields the present state and every later one, up to `STOPPED`."""
+        """Yields the present state and later ones, `STOPPED` last; a slow watcher misses some."""
         while True:
-            changed = self._changed
-            yield self.state
-            if self.state is State.STOPPED:
+            changed, state = self._changed, self.state
+            yield state
+            if state is State.STOPPED:
                 return
             await changed.wait()
 

@@ -85,7 +85,7 @@ async def test_watching():
 
 
 async def test_a_late_watcher_misses_no_present():
-    """A watcher that was busy sees the state as it is now, not one that is over."""
+    """A watcher that was busy sees the state as it is now, and never misses the end."""
     lifecycle = in_state(S.READY)
     watching = lifecycle.watch()
     assert await anext(watching) is S.READY
@@ -93,7 +93,9 @@ async def test_a_late_watcher_misses_no_present():
     lifecycle.to(S.READY)
     lifecycle.to(S.UPDATING)
     assert await anext(watching) is S.UPDATING
-    await watching.aclose()
+    lifecycle.to(S.DRAINING)
+    lifecycle.to(S.STOPPED)
+    assert [state async for state in watching] == [S.STOPPED]
 
 
 async def test_waiting_until_a_state_is_left():
