@@ -1,7 +1,7 @@
 """In-memory twins of the ports, and small things that tests need often. No torch, no gRPC."""
 
 # What a method of a twin does, and what it is given, stands in its port.
-# ruff: noqa: D102, ARG002
+# ruff: noqa: D102
 
 from __future__ import annotations
 

@@ -1,0 +1,369 @@
+"""An engine over real sockets, with a runner that adds one instead of a model."""
+
+import asyncio
+import contextlib
+import json
+
+import grpc
+import pytest
+from fakes import FakeRunner, byte_level_tokenizer, eventually
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from clients.engine import EngineClient
+from clients.errors import CallFailed
+from engine_service.config import EngineConfig
+from engine_service.core.blocks import BlockPool
+from engine_service.core.engine import Engine
+from engine_service.core.fill import Filler
+from engine_service.core.instance import Identity, Instance
+from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.tokenizer import TextCodec
+from engine_service.errors import NonFiniteLogits
+from engine_service.rpc import server as rpc
+from engine_service.rpc.servicer import EngineServicer
+from relay_service.core.instance import State, Weights
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc
+
+VOCAB = 300
+CONTEXT = 64
+EOS = 250
+SERVICE = "seedrelay.v1.EngineService"
+NOT_READY = [state for state in State if state is not State.READY]
+
+
+class FakeRanks(FakeRunner):
+    """Ranks without processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers, self.arenas, self.descriptors = [], [], []
+
+
+class Service:
+    """One engine service in this process."""
+
+    def __init__(self) -> None:
+        self.ranks = FakeRanks()
+        self.scheduler = Scheduler(Limits(CONTEXT, 4, 2, 4), BlockPool(32, 4))
+        self.instance = Instance(
+            EngineConfig(model="tiny", listen="127.0.0.1:0"),
+            Identity("one", "life", "tiny"),
+            self.ranks,
+            Engine(self.scheduler, self.ranks),
+            lambda _address: None,
+        )
+        self.instance.engine.weights = Weights("v1", "ab" * 16, 1)
+        self.instance.codec = TextCodec(
+            {
+                "tokenizer.json": byte_level_tokenizer().to_str().encode(),
+                "config.json": json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}).encode(),
+            }
+        )
+        self.instance.lifecycle.state = State.READY
+
+    async def start(self) -> None:
+        """Listens and runs steps."""
+        self._server = rpc.new_server()
+        address = rpc.bind(self._server, "127.0.0.1:0")
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(
+            EngineServicer(self.instance, Filler(self.instance)), self._server
+        )
+        health = rpc.add_standard_services(self._server)
+        await self._server.start()
+        self._tasks = [
+            asyncio.create_task(rpc.follow(self.instance.lifecycle, health)),
+            asyncio.create_task(self.instance.engine.run()),
+        ]
+        self.client = EngineClient(address)
+
+    async def stop(self) -> None:
+        """Ends it."""
+        await self.client.close()
+        await self._server.stop(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def enter(self, state: State, reason: str = "") -> None:
+        """Puts the instance in a state, by whatever way."""
+        self.instance.lifecycle.state = State.STARTING
+        self.instance.lifecycle.to(State.FAILED)
+        self.instance.lifecycle.state, self.instance.lifecycle.reason = state, reason
+
+    async def answer(self, **request) -> list[engine_pb2.GenerateResponse]:
+        """Generates to the end."""
+        return [c async for c in self.client.generate(engine_pb2.GenerateRequest(**request))]
+
+
+@pytest.fixture
+async def service():
+    """A ready engine."""
+    service = Service()
+    await service.start()
+    yield service
+    await service.stop()
+
+
+def tokens(*ids: int, **sampling) -> dict:
+    """Returns a request with a tokenized prompt."""
+    return {"tokens": {"token_ids": ids}, "sampling": {"max_tokens": 3} | sampling}
+
+
+async def test_an_answer(service):
+    """Chunks carry tokens, text and version; the last one the reason, counts and spans too."""
+    chunks = await service.answer(text="a", sampling={"max_tokens": 3})
+    assert [list(chunk.token_ids) for chunk in chunks] == [[98], [99], [100]]
+    assert "".join(chunk.text for chunk in chunks) == "bcd"
+    assert {(chunk.weight_version, chunk.epoch) for chunk in chunks} == {("v1", 1)}
+    *first, last = chunks
+    assert all(c.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED for c in first)
+    assert last.finish_reason == engine_pb2.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (1, 3)
+    assert [(s.weight_version, s.start, s.end) for s in last.version_spans] == [("v1", 0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count", "finish"),
+    [
+        ({"max_tokens": 50}, 5, engine_pb2.FINISH_REASON_STOP),
+        ({"max_tokens": 7, "ignore_eos": True}, 7, engine_pb2.FINISH_REASON_LENGTH),
+        ({"stop_token_ids": [247]}, 2, engine_pb2.FINISH_REASON_STOP),
+        ({"stop_token_ids": [248], "ignore_eos": True}, 3, engine_pb2.FINISH_REASON_STOP),
+    ],
+)
+async def test_stops(service, sampling, count, finish):
+    """Answers end at the model's end tokens unless ignored, and at the caller's stop ids."""
+    chunks = await service.answer(**tokens(245, **sampling))
+    assert len(chunks) == count
+    assert chunks[-1].finish_reason == finish
+
+
+async def test_an_end_token_has_no_text(service):
+    """The token that ends an answer is counted and not shown."""
+    (chunk,) = await service.answer(**tokens(96, stop_token_ids=[97]))
+    assert (list(chunk.token_ids), chunk.text) == ([97], "")
+
+
+async def test_zero_means_the_default(service):
+    """Without a number of tokens an answer goes on to 128, or here to the end of the context."""
+    chunks = await service.answer(tokens={"token_ids": [1]})
+    assert len(chunks) == CONTEXT - 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({}, "prompt"),
+        ({"text": ""}, "prompt"),
+        ({"tokens": {}}, "prompt"),
+        ({"chat": {}}, "chat.messages"),
+        ({"chat": {"messages": [{"role": "user", "content": "hi"}]}}, "chat"),
+        (tokens(-1), "tokens.token_ids"),
+        (tokens(VOCAB), "tokens.token_ids"),
+        (tokens((1 << 31) - 1), "tokens.token_ids"),
+        (tokens(-(1 << 31)), "tokens.token_ids"),
+        (tokens(*[1] * CONTEXT), "prompt"),
+        (tokens(*[1] * 100_000), "prompt"),
+        (tokens(1, max_tokens=-1), "sampling.max_tokens"),
+        (tokens(1, max_tokens=(1 << 31) - 1), "sampling.max_tokens"),
+        (tokens(1, temperature=float("nan")), "sampling.temperature"),
+        (tokens(1, temperature=float("inf")), "sampling.temperature"),
+        (tokens(1, temperature=-0.1), "sampling.temperature"),
+        (tokens(1, temperature=100.5), "sampling.temperature"),
+        (tokens(1, top_k=-1), "sampling.top_k"),
+        (tokens(1, top_p=float("nan")), "sampling.top_p"),
+        (tokens(1, top_p=1.5), "sampling.top_p"),
+        (tokens(1, top_p=-0.5), "sampling.top_p"),
+        (tokens(1, min_p=-0.1), "sampling.min_p"),
+        (tokens(1, min_p=1.1), "sampling.min_p"),
+        (tokens(1, stop_token_ids=[-1]), "sampling.stop_token_ids"),
+        (tokens(1, stop_token_ids=[VOCAB]), "sampling.stop_token_ids"),
+    ],
+)
+async def test_bad_input(service, request_, field):
+    """Bad input is refused by its field, and the next call on the channel is served."""
+    with pytest.raises(CallFailed) as refused:
+        await service.answer(**request_)
+    assert (refused.value.code, refused.value.reason) == ("INVALID_ARGUMENT", "InvalidRequest")
+    assert refused.value.details["field"] == field
+    assert (service.scheduler.pool.used, service.scheduler.running) == (0, [])
+    assert len(await service.answer(**tokens(1))) == 3
+
+
+async def test_the_edges_of_good_input(service):
+    """The last token id, the longest prompt and the extremes of sampling are served."""
+    assert len(await service.answer(**tokens(VOCAB - 1))) == 3
+    assert len(await service.answer(**tokens(*[1] * (CONTEXT - 1)))) == 1
+    extremes = {"temperature": 100, "top_k": 1 << 30, "top_p": 1, "min_p": 1, "seed": (1 << 64) - 1}
+    assert len(await service.answer(**tokens(1, **extremes))) == 3
+    sampled = service.ranks.steps[-1][0].sampling
+    assert (sampled.seed, sampled.top_p) == ((1 << 64) - 1, 1.0)
+
+
+async def test_a_request_beyond_the_message_limit(service):
+    """A request that is too large is refused with the limit, and the channel goes on."""
+    with pytest.raises(CallFailed, match=str(4 << 20)) as refused:
+        await service.answer(text="x" * (5 << 20))
+    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    assert len(await service.answer(**tokens(1))) == 3
+
+
+# Ready or not
+
+
+@pytest.mark.parametrize("state", NOT_READY)
+async def test_not_ready(service, state):
+    """Nothing is generated unless the state is READY; the refusal says when to try again."""
+    service.enter(state, "because")
+    stub = engine_pb2_grpc.EngineServiceStub(service.client.channel)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in stub.Generate(engine_pb2.GenerateRequest(**tokens(1))):
+            pass
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert f"one is {state}: because" in refused.value.details()
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    packed = rpc_status.from_call(refused.value).details
+    assert packed[0].Unpack(info)
+    assert packed[1].Unpack(retry)
+    assert (info.reason, info.metadata["found"]) == ("NotReady", str(state))
+    assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+    assert service.ranks.steps == []
+
+
+async def test_health_follows_the_state(service):
+    """The process is alive in every state, and serving by its name in READY alone."""
+    stub = health_pb2_grpc.HealthStub(service.client.channel)
+
+    async def serving(name: str) -> bool:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    await eventually(lambda: serving(SERVICE))
+    for state in (State.PAUSED, State.READY, State.UPDATING, State.READY, State.DRAINING):
+        service.instance.lifecycle.to(state)
+
+        async def follows(ready=state is State.READY) -> bool:
+            return await serving(SERVICE) == ready
+
+        await eventually(follows)
+        assert await serving("")
+
+
+async def test_watching_the_status(service):
+    """A watcher gets the state at once and at every change, and the stream ends with it."""
+    watching = service.client.watch()
+    first = await anext(watching)
+    assert (first.state, first.instance, first.weight_version) == (5, "one", "v1")
+    seen = []
+    for state in (State.PAUSED, State.READY, State.FAILED, State.STOPPED):
+        service.instance.lifecycle.to(state, "why")
+        seen.append(await anext(watching))
+    assert [status.state for status in seen] == [6, 5, 10, 9]
+    assert seen[2].reason == "why"
+    assert [status async for status in watching] == []
+
+
+async def test_the_status(service):
+    """The status shows identity, weights, load and limits as they are."""
+    service.ranks.gate.clear()
+    reading = asyncio.create_task(service.answer(**tokens(1, 2, 3)))
+    await service.ranks.stepping.wait()
+    status = await service.client.status()
+    assert (status.generation, status.model, status.epoch) == ("life", "tiny", 1)
+    assert (status.running, status.waiting) == (1, 0)
+    assert (status.kv_blocks_used, status.kv_blocks_total) == (1, 32)
+    assert (status.limits.max_context_tokens, status.limits.max_waiting) == (CONTEXT, 2)
+    service.ranks.gate.set()
+    await reading
+    assert (await service.client.status()).running == 0
+
+
+# Leaving and failing
+
+
+async def test_leaving_frees_the_kv(service):
+    """A client that cancels frees its KV and slot, while a step runs and between two."""
+    for within_step in (True, False):
+        asked = engine_pb2.GenerateRequest(**tokens(1, max_tokens=100, ignore_eos=True))
+        answer = service.client.generate(asked)
+        await anext(answer)
+        if within_step:
+            service.ranks.gate.clear()
+        await answer.aclose()
+        await eventually(lambda: not service.scheduler.running)
+        assert service.scheduler.pool.used == 0
+        service.ranks.gate.set()
+    assert len(await service.answer(**tokens(1))) == 3
+
+
+async def test_a_full_queue(service):
+    """When too many wait, more are refused with a time to try again; those who wait are served."""
+    service.ranks.gate.clear()
+    service.scheduler.limits = Limits(CONTEXT, 1, 2, 4)
+    waiting = [asyncio.create_task(service.answer(**tokens(1)))]
+    await service.ranks.stepping.wait()
+    waiting += [asyncio.create_task(service.answer(**tokens(1))) for _ in range(2)]
+    await eventually(lambda: len(service.scheduler.waiting) == 2)
+    with pytest.raises(CallFailed) as refused:
+        await service.answer(**tokens(1))
+    assert (refused.value.code, refused.value.reason) == ("RESOURCE_EXHAUSTED", "QueueFull")
+    service.ranks.gate.set()
+    assert [len(chunks) for chunks in await asyncio.gather(*waiting)] == [3, 3, 3]
+
+
+async def test_a_step_that_fails(service):
+    """A failed step is an error of its requests, and the service goes on."""
+    service.ranks.error = NonFiniteLogits("the weights compute NaN")
+    with pytest.raises(CallFailed, match="compute NaN") as failed:
+        await service.answer(**tokens(1))
+    assert (failed.value.code, failed.value.reason) == ("INTERNAL", "NonFiniteLogits")
+    assert len(await service.answer(**tokens(1))) == 3
+
+
+async def test_draining_ends_with_what_there_is(service):
+    """Answers that are ended early say `abort` and count what was made."""
+    asked = engine_pb2.GenerateRequest(**tokens(1, max_tokens=60, ignore_eos=True))
+    answer = service.client.generate(asked)
+    first = await anext(answer)
+    service.ranks.gate.clear()
+    service.scheduler.abort_all(service.instance.engine.weights)
+    *_, last = [first, *[chunk async for chunk in answer]]
+    assert last.finish_reason == engine_pb2.FINISH_REASON_ABORT
+    assert last.usage.completion_tokens >= 1
+    service.ranks.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (engine_pb2.PullWeightsRequest(), "INVALID_ARGUMENT"),
+        (
+            engine_pb2.PullWeightsRequest(relay="a:1", options={"rate_limit_bytes_per_second": -1}),
+            "INVALID_ARGUMENT",
+        ),
+        (engine_pb2.PullWeightsRequest(relay="a:1"), "FAILED_PRECONDITION"),
+    ],
+)
+async def test_pulls_that_are_refused(service, request_, code):
+    """A serving instance is not filled, and a pull needs a relay and sensible options."""
+    with pytest.raises(CallFailed) as refused:
+        async for _ in service.client.pull(request_.relay, request_.options):
+            pass
+    assert refused.value.code == code
+    assert service.instance.lifecycle.state is State.READY
+
+
+async def test_reflection(service):
+    """Tools find the service without our protos."""
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(service.client.channel)
+    call = stub.ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    answer = await call.read()
+    with contextlib.suppress(asyncio.CancelledError):
+        call.cancel()
+    names = {found.name for found in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
