@@ -35,7 +35,9 @@ def choose_offer(instances: list[Instance], wanted: str) -> Instance | None:
     offers = [i for i in instances if i.artifacts and i.state.holds_weights]
     if wanted:
         offers = [i for i in offers if wanted in (i.instance, i.model)]
-    if len({i.format.fingerprint for i in offers}) > 1:
+    # A filled instance may call the model by another folder's name: equal weights are one model.
+    formats, weights = {i.format.fingerprint for i in offers}, {i.weights.digest for i in offers}
+    if len(formats) > 1 or (len(weights) > 1 and len({i.model for i in offers}) > 1):
         listed = ", ".join(sorted(f"{i.model} (from {i.instance})" for i in offers))
         raise ConfigError(
             f"several models are on offer: {listed}",

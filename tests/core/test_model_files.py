@@ -7,7 +7,7 @@ from engine_service.core import model_files
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.errors import ConfigError, ModelError
 from relay_service.core.format import Format
-from relay_service.core.instance import Artifact, State
+from relay_service.core.instance import Artifact, State, Weights
 
 FILES = (Artifact("config.json", 2, "0" * 64),)
 OTHER = Format((("config.hidden_size", "65"),))
@@ -38,6 +38,21 @@ def test_several_models():
     with pytest.raises(ConfigError, match=r"large \(from b\), small \(from a\)") as refused:
         choose_offer(offers, "")
     assert "--from" in refused.value.details["hint"]
+
+
+def test_models_of_one_shape():
+    """A base model and its fine-tune are two, though their bytes would fit each other."""
+    offers = [offer("a", "base"), offer("b", "tuned", weights=Weights("v1", "other digest", 1))]
+    with pytest.raises(ConfigError, match=r"base \(from a\), tuned \(from b\)"):
+        choose_offer(offers, "")
+    assert choose_offer(offers, "tuned").instance == "b"
+
+
+def test_one_model_by_several_names():
+    """Instances with equal weights offer one model, as do versions of one that is rolled out."""
+    assert choose_offer([offer("a", "tiny"), offer("b", "folder-of-b")], "").instance == "a"
+    newer = offer("b", weights=Weights("v2", "other digest", 2))
+    assert choose_offer([offer("a"), newer], "").instance == "a"
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [("b", "b"), ("large", "b"), ("small", "a")])
