@@ -1,0 +1,357 @@
+"""How fast do weights move through the relay, beside memcpy, a bare gRPC stream and gloo?
+
+Every method moves the same bytes out of one sealed arena, in interleaved rounds:
+
+    memcpy       one thread, all at once, mapped memfd to mapped memfd; memcpy_torch: by copy_
+    shm, grpc    a pull through real relay processes, every block verified as it lands
+    bare_grpc    1 MiB messages through grpc.aio with our options, copied in, not verified
+    gloo         isend and irecv of all pieces at once between two processes, not verified
+
+Before each move the destination is zero, after it its bytes are compared with the
+source; neither is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+
+from benchmarks import table
+from clients.channel import open_channel
+from clients.launch import Service
+from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.core.attachment import Attach
+from relay_service.core.dtypes import DType
+from relay_service.core.format import Format, Placement
+from relay_service.core.instance import State, Weights
+from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
+from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
+from relay_service.core.pull import PullOptions
+from relay_service.memory.host import HostArena, create_memfd, seal
+from relay_service.rpc.server import bind, new_server
+
+UNIT_BYTES = (62 << 20) + (8 << 10)  # its last block is a short one
+PIECE_BYTES = 16 << 20
+GOALS = {
+    "shm_over_memcpy": ">= 0.75",
+    "grpc_over_bare_grpc": ">= 0.9",
+    "seed_cpu_seconds_per_gib_shm": "<= 0.02",
+}
+COLUMNS = {
+    "gib_per_second": "  GiB/s",
+    "seconds": "seconds",
+    "seconds_wall": "   wall",
+    "source_cpu_seconds_per_gib": "source CPU s/GiB",
+    "target_cpu_seconds_per_gib": "target CPU s/GiB",
+    "seed_cpu_seconds_per_gib": "seed CPU s/GiB",
+}
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An arena of another process of this benchmark, which keeps its descriptor open."""
+
+    pid: int
+    fd: int
+    manifest: Manifest
+
+    def map(self, *, writable: bool = False) -> HostArena:
+        """Maps it here."""
+        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            return HostArena(fd, self.manifest.data_bytes, writable=writable)
+        finally:
+            os.close(fd)
+
+
+def new_arena(name: str, manifest: Manifest) -> tuple[int, HostArena]:
+    """Makes a zeroed arena."""
+    fd = create_memfd(name, manifest.data_bytes)
+    arena = HostArena(fd, manifest.data_bytes, writable=True)
+    arena.write_header(name)
+    return fd, arena
+
+
+async def attach(relay: str, name: str, fd: int, manifest: Manifest) -> GrpcRelayLink:
+    """Attaches an instance: ready when its manifest is verified, else a dummy."""
+    digest = weights_digest([manifest])
+    link = GrpcRelayLink(relay)
+    message = Attach(
+        instance=name, generation=name, model="benchmark",
+        state=State.READY if digest else State.DUMMY, format=Format((("model", "benchmark"),)),
+        placement=Placement(), weights=Weights("v0" if digest else "", digest, 0),
+        manifests=(manifest,), artifacts={},
+    )  # fmt: skip
+    await link.attach(lambda: message, [fd])
+    return link
+
+
+def be_seed(pipe: Connection, relay: str, units: int) -> None:
+    """Serves an arena of random blocks, all different, until the pipe ends."""
+    tensor = (UNIT_BYTES // 2048, 1024)
+    manifest = lay_out(
+        0,
+        [UnitSpec(f"u.{n}", (TensorSpec(f"w.{n}", DType.BF16, tensor),)) for n in range(units)],
+    )
+    fd, arena = new_arena("seed", manifest)
+    digests, noise = [], os.urandom(BLOCK_BYTES)
+    for block in map(manifest.block, range(manifest.block_count)):
+        data = os.urandom(4096) + noise[4096 : block.nbytes]
+        digests.append(arena.land(block.offset, data))
+    seal(fd)
+    manifest = manifest.with_digests(digests)
+
+    async def serve() -> None:
+        link = await attach(relay, "seed", fd, manifest)
+        pipe.send(Shared(os.getpid(), fd, manifest))
+        await asyncio.to_thread(pipe.poll, None)
+        await link.close()
+
+    asyncio.run(serve())
+
+
+def be_bare_server(pipe: Connection, seed: Shared) -> None:
+    """Streams the seed's bytes to whoever calls, until the pipe ends."""
+    arena = seed.map()
+
+    async def read(_: bytes, __: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        for offset in range(0, arena.data_bytes, BLOCK_BYTES):
+            yield bytes(arena.view(offset, min(BLOCK_BYTES, arena.data_bytes - offset)))
+
+    async def serve() -> None:
+        server = new_server()
+        methods = {"Read": grpc.unary_stream_rpc_method_handler(read)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", methods),))
+        address = bind(server, "127.0.0.1:0")
+        await server.start()
+        pipe.send(address)
+        await asyncio.to_thread(pipe.poll, None)
+        await server.stop(None)
+
+    asyncio.run(serve())
+
+
+def be_bare_client(pipe: Connection, scratch: Shared, address: str) -> None:
+    """Reads the stream into the scratch arena, once per command."""
+    arena = scratch.map(writable=True)
+
+    async def read() -> float:
+        async with open_channel(address) as channel:
+            await channel.channel_ready()
+            began, offset = time.perf_counter(), 0
+            async for message in channel.unary_stream("/bare/Read")(b""):
+                ctypes.memmove(arena.address + offset, message, len(message))
+                offset += len(message)
+            return time.perf_counter() - began
+
+    pipe.send("ready")
+    table.answer(pipe, {"bare_grpc": lambda: asyncio.run(read())})
+
+
+def be_gloo(pipe: Connection, rank: int, store: str, seed: Shared, scratch: Shared) -> None:
+    """Sends (rank 0) or receives (rank 1) all pieces at once, once per command."""
+    import torch
+    from torch import distributed
+
+    pipe.send("ready")
+    warnings.filterwarnings("ignore", "The given buffer is not writable")
+    torch.set_num_threads(1)
+    source, target = (
+        torch.frombuffer(arena.view(0, arena.data_bytes), dtype=torch.uint8)
+        for arena in (seed.map(), scratch.map(writable=True))
+    )
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def move() -> float:
+        distributed.barrier()
+        began = time.perf_counter()
+        if rank == 0:
+            works = [distributed.isend(piece, 1) for piece in source.split(PIECE_BYTES)]
+        else:
+            works = [distributed.irecv(piece, 0) for piece in target.split(PIECE_BYTES)]
+        for work in works:
+            work.wait()
+        return time.perf_counter() - began
+
+    def copy() -> float:
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+
+    table.answer(pipe, {"gloo": move, "memcpy_torch": copy})
+
+
+@dataclass
+class Method:
+    """One way to move the bytes, and the processes whose time it costs."""
+
+    name: str
+    sources: list[int]
+    targets: list[int]
+    target: Callable[[], AbstractAsyncContextManager[HostArena]]
+    """Lends an empty arena."""
+    move: Callable[[], Awaitable[float]]
+    """Fills it and returns the seconds that it took."""
+
+
+class Bench:
+    """What all methods share: the seed's bytes, and a scratch arena for those without relay."""
+
+    def __init__(self, seed: Shared) -> None:
+        self.seed = seed
+        self.layout = seed.manifest.without_digests()
+        self.source = seed.map()
+        fd, self.scratch = new_arena("scratch", self.layout)
+        self.shared = Shared(os.getpid(), fd, self.layout)
+        self._targets = 0
+
+    async def memcpy(self) -> float:
+        """Copies on this thread, all at once."""
+        began = time.perf_counter()
+        ctypes.memmove(self.scratch.address, self.source.address, self.source.data_bytes)
+        return time.perf_counter() - began
+
+    def by_peers(
+        self, name: str, source: list[int], target: int, asked: list[Connection]
+    ) -> Method:
+        """Has peers of this benchmark run the command `name`; the last one tells the seconds."""
+
+        async def move() -> float:
+            for pipe in asked:
+                pipe.send(name)
+            return float([pipe.recv() for pipe in asked][-1])
+
+        return Method(name, source, [target], self.emptied, move)
+
+    def by_relays(self, name: str, source: int, relay: Service) -> Method:
+        """Pulls by the transport `name` into an instance that is attached to `relay`."""
+        link = GrpcRelayLink(relay.address)
+
+        @asynccontextmanager
+        async def attached() -> AsyncIterator[HostArena]:
+            nonlocal link
+            self._targets += 1
+            instance = f"target-{self._targets}"
+            fd, arena = new_arena(instance, self.layout)
+            link = await attach(relay.address, instance, fd, self.layout)
+            try:
+                yield arena
+                await link.return_mapping()
+            finally:
+                await link.close()
+                arena.close()
+                os.close(fd)
+
+        async def move() -> float:
+            options = PullOptions(source_instance="seed", transport=name)
+            report = await link.pull(options, lambda _: None)
+            if (report.transport, report.bytes_moved) != (name, self.layout.weight_bytes):
+                raise SystemExit(f"{name}: {report.bytes_moved} bytes moved by {report.transport}")
+            return report.seconds_transfer
+
+        return Method(name, [source], [relay.pid], attached, move)
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[HostArena]:
+        """Lends the scratch arena, zeroed."""
+        ctypes.memset(self.scratch.address, 0, self.scratch.data_bytes)
+        yield self.scratch
+
+    async def measure(self, method: Method, number: int) -> table.Row:
+        """Moves the bytes once, checks that they have landed, and returns the row."""
+        gib = self.layout.weight_bytes / (1 << 30)
+        groups = {"source": method.sources, "target": method.targets, "seed": [self.seed.pid]}
+        async with method.target() as arena:
+            before = {side: table.cpu_seconds(pids) for side, pids in groups.items()}
+            began = time.perf_counter()
+            seconds = await method.move()
+            wall = time.perf_counter() - began
+            used = {side: table.cpu_seconds(pids) - before[side] for side, pids in groups.items()}
+            if _libc.memcmp(arena.address, self.source.address, arena.data_bytes):
+                raise SystemExit(f"{method.name}: the bytes that landed are not the seed's")
+        return {
+            "method": method.name, "round": number, "seconds": seconds, "seconds_wall": wall,
+            "gib_per_second": gib / seconds,
+            **{f"{side}_cpu_seconds_per_gib": cpu / gib for side, cpu in used.items()},
+        }  # fmt: skip
+
+
+async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
+    """Starts everything, measures in interleaved rounds, ends everything."""
+    listen = ["relay", "--listen", "127.0.0.1:0"]
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context
+        near = start(Service(listen, folder / "near.log"))
+        far = start(Service([*listen, "--join", near.address], folder / "far.log"))
+        _, _, seed = start(table.peer(be_seed, near.address, units))
+        bench = Bench(seed)
+        server, _, address = start(table.peer(be_bare_server, seed))
+        client, bare, _ = start(table.peer(be_bare_client, bench.shared, address))
+        gloo = [
+            start(table.peer(be_gloo, rank, str(folder / "store"), seed, bench.shared))
+            for rank in (0, 1)
+        ]
+        (sender, send, _), (receiver, receive, _) = gloo
+        methods = [
+            Method("memcpy", [], [os.getpid()], bench.emptied, bench.memcpy),
+            bench.by_peers("memcpy_torch", [], receiver, [receive]),
+            bench.by_relays("shm", seed.pid, near),
+            bench.by_relays("grpc", near.pid, far),
+            bench.by_peers("bare_grpc", [server], client, [bare]),
+            bench.by_peers("gloo", [sender], receiver, [send, receive]),
+        ]
+        # The first round connects, warms up, and does not count.
+        rows = [await bench.measure(m, number) for number in range(rounds + 1) for m in methods]
+    return [row for row in rows if row["round"]]
+
+
+def figures(rows: list[table.Row]) -> dict[str, float]:
+    """Draws the figures from the rows."""
+    seed = [row["seed_cpu_seconds_per_gib"] for row in rows if row["method"] == "shm"]
+    pairs = [("shm", "memcpy"), ("grpc", "bare_grpc"), ("grpc", "memcpy"), ("gloo", "memcpy"),
+             ("shm", "gloo"), ("grpc", "gloo"), ("memcpy_torch", "memcpy")]  # fmt: skip
+    return {
+        **{f"{a}_over_{b}": table.median_ratio(rows, a, b, "gib_per_second") for a, b in pairs},
+        "seed_cpu_seconds_per_gib_shm": sum(seed) / len(seed),
+    }
+
+
+def main() -> None:
+    """Measures, prints the table, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="62 MiB, 2 rounds: a smoke test")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of 1 GiB")
+    options = parser.parse_args()
+    units, rounds = (1, 2) if options.quick else (17, options.rounds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(compare(units, rounds, Path(folder)))
+    settings = {
+        "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": PIECE_BYTES,
+        "seconds": "shm, grpc: seconds_transfer of the report, from the first block asked for to "
+        "the last one verified; others: from the first byte to the last one, connected before",
+        "cpu": "user and system time during seconds_wall, for shm and grpc the whole pull: "
+        "matching, lease and mapping the target's arena included",
+        "versions": table.versions("grpcio", "torch", "xxhash"),
+    }  # fmt: skip
+    table.write("relay_transports", settings, rows, COLUMNS, figures(rows), GOALS)
+
+
+if __name__ == "__main__":
+    main()
