@@ -8,7 +8,6 @@ import sys
 from typing import Annotated
 
 import typer
-from seedrelay.v1 import engine_pb2, weights_pb2
 
 from clients import cli_model, cli_serve, report
 from clients.cli_run import Failure, run, say
@@ -19,6 +18,7 @@ from clients.relay import RelayClient
 from relay_service.core.match import Target
 from relay_service.core.rate import parse_rate
 from relay_service.rpc.convert import format_from_proto, placement_from_proto
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 app = typer.Typer(
     help="Brings up LLM inference replicas from one that already serves.",

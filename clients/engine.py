@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 from clients.channel import open_channel
 from clients.errors import ClientError
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
 

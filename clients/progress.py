@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
 from seedrelay.v1 import weights_pb2
 
 LINE_SECONDS = 2.0

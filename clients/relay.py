@@ -17,6 +17,7 @@ from relay_service.rpc import convert
 from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
+MAX_MANIFEST_BYTES = 256 << 20
 
 
 class RelayClient:
@@ -80,10 +81,19 @@ class RelayClient:
         return response
 
     async def manifest(self, instance: str, generation: str, rank: int) -> Manifest:
-        """Returns one rank's manifest; it isn't checked yet."""
+        """Returns one rank's manifest; it isn't checked yet.
+
+        Raises `ValueError` for one that would not end.
+        """
         request = relay_pb2.GetManifestRequest(instance=instance, generation=generation, rank=rank)
         call = self._stub.GetManifest(request, timeout=CALL_SECONDS)
-        return convert.manifest_from_pages(rank, [page async for page in self._stream(call)])
+        pages, size = [], 0
+        async for page in self._stream(call):
+            pages.append(page)
+            size += page.ByteSize()
+            if size > MAX_MANIFEST_BYTES:
+                raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
+        return convert.manifest_from_pages(rank, pages)
 
     async def artifact(self, sha256: str, limit_bytes: int) -> bytes:
         """Returns an artifact's content. Raises `ValueError` beyond `limit_bytes`."""

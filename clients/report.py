@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
-
 from relay_service.core.instance import Instance
 from relay_service.core.match import Match
 from relay_service.rpc import convert
+from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
 
 
 def state_name(value: weights_pb2.InstanceState) -> str:
@@ -122,6 +121,7 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
             for s in report.path
         ],
         "transport": report.transport,
+        "model": report.model,
         "bytes_moved": report.bytes_moved,
         "bytes_reread": report.bytes_reread,
         "blocks_reused": report.blocks_reused,

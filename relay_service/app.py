@@ -45,7 +45,7 @@ class Relay:
         self.transfers = Transfers(
             self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport()]
         )
-        path = socket_path(int(self.address.rpartition(":")[2]))
+        path = socket_path(self.address)
         self._attach_server = AttachServer(path, self.holdings, self.transfers, HostArena)
         self._server.add_generic_rpc_handlers((BlockServicer(self.holdings, egress).handler(),))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(
@@ -64,6 +64,12 @@ class Relay:
             asyncio.create_task(_sweep(self.holdings)),
         ]
 
+    async def failed(self) -> None:
+        """Waits until a part ends by itself, which none should. Raises why it did."""
+        done, _ = await asyncio.wait(self._background, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def stop(self) -> None:
         """Says goodbye, lets running calls finish for a while, lets go of everything."""
         await self._health.enter_graceful_shutdown()
@@ -81,11 +87,16 @@ async def serve(config: RelayConfig) -> None:
     relay = Relay(config)
     await relay.start()
     announce_listening("relay", "", relay.address)
+    waits = [asyncio.create_task(stopping.wait()), asyncio.create_task(relay.failed())]
     try:
-        await stopping.wait()
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
         _log.info("stopping")
+        for wait in waits:
+            wait.cancel()
         await relay.stop()
+    for wait in done:
+        wait.result()
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -48,11 +48,12 @@ def check_listen(listen: str, *, insecure: bool) -> None:
         )  # fmt: skip
 
 
-def socket_path(port: int) -> Path:
-    """Returns where the relay that listens on `port` takes attachments.
+def socket_path(address: str) -> Path:
+    """Returns where the relay that listens on `address` takes attachments.
 
-    The port names it, so a restarted relay takes the place of a killed one.
+    The address names it, so a restarted relay takes the place of a killed one.
     """
+    name = "".join(c if c.isalnum() or c in ".-" else "-" for c in address)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
-    return base / f"seedrelay-{os.getuid()}" / f"relay-{port}.sock"
+    return base / f"seedrelay-{os.getuid()}" / f"relay-{name}.sock"

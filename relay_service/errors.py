@@ -8,6 +8,7 @@ RelayError
 ├── Conflict               a name that another instance holds
 ├── Refused                a source or target that does not fit
 │   ├── FormatMismatch     other format, placement or layout
+│   ├── Ambiguous          several models fit and none is named
 │   ├── WrongState         the instance is not in a state for this
 │   ├── LeaseEnded         the lease is over
 │   └── EpochChanged       the source was updated while it was read
@@ -61,6 +62,10 @@ class Refused(RelayError):
 
 class FormatMismatch(Refused):
     """Other format, placement or layout; the message names the first difference."""
+
+
+class Ambiguous(Refused):
+    """Several models fit and none is named."""
 
 
 class WrongState(Refused):

@@ -50,7 +50,7 @@ class Fleet:
         """Attaches an engine through the real protocol; without contents it is a dummy."""
         engine = FakeEngine(name, Memory([layout or self.layout], contents))
         self._engines.append(engine)
-        path = socket_path(int(relay.address.rpartition(":")[2]))
+        path = socket_path(relay.address)
         answer = await engine.attach(path, **changes)
         assert isinstance(answer, Accepted), answer
         return engine

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.ports import FillProgress
 from engine_service.errors import EngineError, FillFailed, FillTimeout, RelayUnreachable
 from relay_service.core.instance import State
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 
 RETRY_SECONDS = 0.5
 _log = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ class BringUp:
     def __init__(self, instance: Instance, filler: Filler) -> None:
         self._instance = instance
         self._filler = filler
-        self._source_instance = instance.config.source
         self._deadline = time.monotonic() + instance.config.deadline_seconds
         self._last_note = ""
 
@@ -95,7 +93,7 @@ class BringUp:
         config = self._instance.config
         while True:
             options = PullOptions(
-                source_instance=self._source_instance, transport=config.transport,
+                source_instance=config.source, transport=config.transport,
                 rate_limit_bytes_per_second=config.rate_limit_bytes_per_second,
                 timeout_seconds=self._seconds_left,
             )  # fmt: skip
@@ -124,18 +122,13 @@ class BringUp:
         instance, config = self._instance, self._instance.config
         folder = Path(config.model)
         files = read_folder(folder) if folder.is_dir() else {}
-        if "config.json" in files and not config.source:
+        if "config.json" in files:
             return files
         link = instance.link_to(config.relay)
         while True:
             try:
                 offer = choose_offer(await link.offers(), config.source)
                 if offer:
-                    # The name may be of a model; the pull wants an instance.
-                    self._source_instance = offer.instance if config.source else ""
-                    if "config.json" in files:
-                        return files
-                    instance.identity = dataclasses.replace(instance.identity, model=offer.model)
                     return await link.fetch(offer)
             except RelayUnreachable as error:
                 self._note(FillProgress(phase="matching", note=str(error)))

@@ -9,6 +9,7 @@ instance: the arena holds something, and it is not proven.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 
@@ -18,7 +19,7 @@ from engine_service.core.ports import FillProgress, FillReport, OnProgress, Rela
 from engine_service.errors import ArenaError, EngineError, FillFailed, WrongState
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Filler:
             await instance.fail(str(error))
             raise
         instance.fill_report = report
+        # What it is now called is what the source calls it, whatever folder it started from.
+        instance.identity = dataclasses.replace(instance.identity, model=report.model)
         await instance.serve(Weights(report.weight_version, report.weights_digest, 1))
 
     def _check_moved(self, moved: list[Manifest]) -> None:

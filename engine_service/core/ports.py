@@ -10,7 +10,7 @@ from engine_service.core.messages import Row
 from relay_service.core.attachment import Attach
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
-from relay_service.core.pull import PathStep, PullOptions
+from relay_service.core.pull_report import PathStep, PullOptions
 
 
 class Runner(Protocol):
@@ -41,6 +41,7 @@ class FillReport:
     bytes_moved: int = 0
     bytes_reread: int = 0
     blocks_reused: int = 0
+    model: str = ""
     weight_version: str = ""
     weights_digest: str = ""
     seconds_matching: float = 0.0

@@ -84,7 +84,9 @@ def read_json(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _compile(files: dict[str, bytes], settings: dict[str, Any]) -> jinja2.Template | None:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _raise
     try:
         source = settings.get("chat_template")

@@ -17,7 +17,7 @@ from engine_service.core.versions import Span
 from engine_service.errors import InvalidRequest
 from relay_service.core.instance import State
 from relay_service.core.manifest import weights_digest
-from relay_service.core.pull import PathStep, PullOptions
+from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.memory.host import is_sealed
 from seedrelay.v1 import engine_pb2, weights_pb2
 
@@ -163,6 +163,7 @@ def report_from_proto(message: weights_pb2.PullReport) -> FillReport:
         ],
         transport=message.transport, bytes_moved=message.bytes_moved,
         bytes_reread=message.bytes_reread, blocks_reused=message.blocks_reused,
+        model=message.model,
         weight_version=message.weight_version, weights_digest=message.weights_digest,
         seconds_matching=message.seconds_matching, seconds_transfer=message.seconds_transfer,
     )  # fmt: skip
@@ -181,6 +182,7 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
         ],
         transport=report.transport, bytes_moved=report.bytes_moved,
         bytes_reread=report.bytes_reread, blocks_reused=report.blocks_reused,
+        model=report.model,
         weight_version=report.weight_version, weights_digest=report.weights_digest,
         seconds_matching=report.seconds_matching, seconds_transfer=report.seconds_transfer,
         seconds_commit=report.seconds_commit, seconds_probe=report.seconds_probe,

@@ -31,7 +31,7 @@ from relay_service.core.instance import Instance
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Target
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 from seedrelay.v1 import relay_pb2
 
 REATTACH_SECONDS = 0.5
@@ -144,7 +144,7 @@ class GrpcRelayLink:
                 await self._relay.manifest(now.instance, now.generation, rank)
                 for rank in range(ranks)
             ]
-        except ClientError as error:
+        except (ClientError, ValueError) as error:
             raise RelayUnreachable(str(error)) from error
         for manifest in landed:
             check(manifest)
@@ -223,7 +223,7 @@ def _fill_failed(error: ClientError) -> FillFailed:
     """Says whether trying again could help: a source that does not fit never will."""
     kind = FillTimeout if error.code == "DEADLINE_EXCEEDED" else FillFailed
     final = "" if error.code in ("UNAVAILABLE", "NOT_FOUND", "CANCELLED") else "yes"
-    return kind(error.message, **{**error.details, "final": final, "reason": error.reason})
+    return kind(error.message, **{**error.details, "final": final, "status": error.code})
 
 
 def _report(last: relay_pb2.PullResponse) -> FillReport:

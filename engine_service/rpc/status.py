@@ -40,19 +40,15 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
 """Subclasses follow their nearest base."""
 
 _RETRYABLE = (errors.NotReady, errors.QueueFull)
-_FROM_RELAY = {
-    "FormatMismatch": _Code.FAILED_PRECONDITION,
-    "WrongState": _Code.FAILED_PRECONDITION,
-    "ConfigError": _Code.INVALID_ARGUMENT,
-    "CorruptBlock": _Code.DATA_LOSS,
-}
-"""A fill that failed for the relay's reason answers with the relay's status."""
 
 
 def code_of(error: errors.EngineError) -> grpc.StatusCode:
-    """Returns the status of an error or of its nearest base."""
-    if isinstance(error, errors.FillFailed) and error.details.get("reason") in _FROM_RELAY:
-        return _FROM_RELAY[error.details["reason"]]
+    """Returns the status of an error or of its nearest base.
+
+    A fill that failed on the relay's side answers with the relay's own status.
+    """
+    if isinstance(error, errors.FillFailed) and error.details.get("status") in _Code.__members__:
+        return _Code[error.details["status"]]
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 

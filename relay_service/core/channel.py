@@ -35,6 +35,8 @@ class _Frames:
     def feed(self, data: bytes, descriptors: list[int]) -> None:
         self._buffer += data
         self.descriptors.extend(descriptors)
+        if len(self.descriptors) > MAX_DESCRIPTORS:
+            raise ChannelClosed(f"more than {MAX_DESCRIPTORS} descriptors wait to be taken")
 
     def next(self) -> bytes | None:
         """Returns the next whole frame. Raises `ChannelClosed` for an oversized one."""

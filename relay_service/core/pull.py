@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
-
-import msgspec
 
 from relay_service.core.instance import Instance, State
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Match, Target, match
 from relay_service.core.ports import Fleet, SourceSession, Transport
+from relay_service.core.pull_report import PathStep, PullOptions, PullReport
 from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
 from relay_service.core.registry import EXPIRY_SECONDS
 from relay_service.core.together import together
 from relay_service.errors import (
+    Ambiguous,
     ConfigError,
     CorruptBlock,
     EpochChanged,
@@ -34,44 +33,6 @@ from relay_service.errors import (
 
 SEARCH_SECONDS = 0.25
 CORRUPTIONS_PER_SOURCE = 2
-
-
-class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to fill an instance."""
-
-    source_instance: str = ""
-    """Only instance to pull from; empty for any that fits."""
-    transport: str = ""
-    """Only transport to use; empty to choose by probing."""
-    rate_limit_bytes_per_second: int = 0
-    timeout_seconds: float = 0.0
-    """0 for none."""
-
-
-@dataclass
-class PathStep:
-    """One source that was tried."""
-
-    source_instance: str
-    address: str
-    transport: str = ""
-    bytes_verified: int = 0
-    reason: str = ""
-
-
-@dataclass
-class PullReport:
-    """What a pull did, and how far it is while it runs."""
-
-    phase: str = "matching"
-    note: str = ""
-    path: list[PathStep] = field(default_factory=list)
-    weight_version: str = ""
-    weights_digest: str = ""
-    blocks_reused: int = 0
-    seconds_matching: float = 0.0
-    seconds_transfer: float = 0.0
-    probe: bytes = b""
 
 
 class Puller:
@@ -122,6 +83,7 @@ class Puller:
         while True:
             matches = match(self._target, await self._fleet.instances())
             wanted = [m for m in matches if self._is_wanted(m.instance)]
+            self._refuse_several_models([m.instance for m in wanted if m.fits])
             for candidate in wanted:
                 if candidate.fits and _life(candidate.instance) not in self._left:
                     return candidate.instance
@@ -131,7 +93,20 @@ class Puller:
             await asyncio.sleep(SEARCH_SECONDS)
 
     def _is_wanted(self, instance: Instance) -> bool:
-        return self._options.source_instance in ("", instance.instance)
+        return self._options.source_instance in ("", instance.instance, instance.model)
+
+    def _refuse_several_models(self, fitting: list[Instance]) -> None:
+        """A base model and its fine-tune fit each other; which one is meant must be said."""
+        models = sorted({i.model for i in fitting})
+        if (
+            not self.report.path
+            and len(models) > 1
+            and len({i.weights.digest for i in fitting}) > 1
+        ):
+            raise Ambiguous(
+                f"several models fit: {', '.join(models)}",
+                field="source_instance", expected="one of them", hint="name one with --from",
+            )  # fmt: skip
 
     def _give_up_in_vain(self, wanted: list[Match]) -> None:
         """Raises when waiting would not help: sources were left, or none of them fits."""
@@ -229,6 +204,7 @@ class Puller:
         landed = weights_digest(manifests)
         if landed != source.weights.digest:
             raise SourceFailed(f"landed {landed}, {source.instance} has {source.weights.digest}")
+        self.report.model = source.model
         self.report.weight_version = source.weights.version
         self.report.weights_digest = landed
         self.report.probe = probe

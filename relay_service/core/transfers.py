@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from relay_service.core.holding import Holding
 from relay_service.core.match import Target
 from relay_service.core.ports import Fleet, Transport
-from relay_service.core.pull import Puller, PullOptions, PullReport
+from relay_service.core.pull import Puller
+from relay_service.core.pull_report import PullOptions, PullReport
 
 
 @dataclass

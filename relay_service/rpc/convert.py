@@ -8,7 +8,7 @@ from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
 from relay_service.core.manifest import Manifest, TensorEntry, Unit
-from relay_service.core.pull import PathStep, PullOptions
+from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
 from relay_service.errors import InvalidRequest, ManifestError
 from seedrelay.v1 import relay_pb2, weights_pb2
@@ -170,6 +170,7 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         bytes_moved=sum(r.bytes_moved for r in puller.receivers),
         bytes_reread=sum(r.bytes_reread for r in puller.receivers),
         blocks_reused=report.blocks_reused,
+        model=report.model,
         weight_version=report.weight_version,
         weights_digest=report.weights_digest,
         seconds_matching=report.seconds_matching,

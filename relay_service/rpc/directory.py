@@ -11,6 +11,7 @@ from clients.relay import RelayClient
 from relay_service.core.instance import Instance
 from relay_service.core.match import Target
 from relay_service.core.registry import RENEW_SECONDS, Registry
+from relay_service.errors import RelayError
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class DirectoryFleet:
             return []
         try:
             found = await self._client.sources(Target(), without_directory=True)
-        except ClientError as error:
+        except (ClientError, RelayError) as error:
             _log.warning("directory %s: %s", self.directory, error)
             return []
         return [match.instance for match in found]

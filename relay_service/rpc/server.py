@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from seedrelay.v1 import relay_pb2
 
 from relay_service.errors import ConfigError
+from seedrelay.v1 import relay_pb2
 
 SERVICE = "seedrelay.v1.RelayService"
 _OPTIONS = (

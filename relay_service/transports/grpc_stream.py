@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
-from seedrelay.v1 import relay_pb2
 
 from clients.errors import ClientError
 from clients.relay import RelayClient
@@ -23,6 +22,7 @@ from relay_service.core.rate import TokenBucket
 from relay_service.errors import EpochChanged, LeaseEnded, RelayError, SourceFailed
 from relay_service.rpc.status import abort_with
 from relay_service.transports.block_codec import decode_block, encode_block
+from seedrelay.v1 import relay_pb2
 
 _SERVICE = "seedrelay.v1.BlockService"
 _METHOD = "ReadBlocks"
@@ -68,7 +68,7 @@ class GrpcSession:
         """Returns the verified manifest of one rank."""
         try:
             return await self._relay.manifest(self._source.instance, self._source.generation, rank)
-        except ClientError as error:
+        except (ClientError, ValueError) as error:
             raise SourceFailed(str(error)) from error
 
     async def probe(self) -> bytes:

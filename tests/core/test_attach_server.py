@@ -29,7 +29,7 @@ from relay_service.core.channel import MAX_FRAME_BYTES, ChannelClosed
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
 from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, WrongState

@@ -22,9 +22,11 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
 from relay_service.core.match import Target
-from relay_service.core.pull import CORRUPTIONS_PER_SOURCE, Puller, PullOptions
+from relay_service.core.pull import CORRUPTIONS_PER_SOURCE, Puller
+from relay_service.core.pull_report import PullOptions
 from relay_service.core.receiver import Receiver
 from relay_service.errors import (
+    Ambiguous,
     ConfigError,
     CorruptBlock,
     EpochChanged,
@@ -203,6 +205,21 @@ async def test_the_named_source_only():
     filling.assert_filled()
     assert other.reads == []
     assert filling.path == [("wanted", "complete")]
+
+
+async def test_a_model_and_its_fine_tune():
+    """Of several models that fit none is chosen; the error lists them, naming one is enough."""
+    base, tuned = source("a"), source("b", OTHER_DATA)
+    base.record = replace(base.record, model="base")
+    tuned.record = replace(tuned.record, model="tuned")
+    filling = Pull(base, tuned)
+    with pytest.raises(Ambiguous, match="several models fit: base, tuned"):
+        await filling.run()
+    assert base.reads == tuned.reads == []
+    named = Pull(base, tuned, source_instance="tuned")
+    report = await named.run()
+    named.assert_filled(OTHER_DATA)
+    assert report.model == "tuned"
 
 
 async def test_the_named_source_fails():

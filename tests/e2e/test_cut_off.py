@@ -24,7 +24,7 @@ from relay_service.core.attachment import Attach
 from relay_service.core.instance import Instance as Announced
 from relay_service.core.instance import State
 from relay_service.core.manifest import HEADER_BYTES, Manifest
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 from relay_service.memory.host import HostArena
 
 ROWS = (Row((1, 2, 3), 0, (0,), 0, Sampling()),)

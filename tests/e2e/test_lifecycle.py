@@ -272,6 +272,6 @@ def _held(service: Service) -> tuple[int, int]:
 
 
 def _attachment_socket(relay: Service) -> Path:
-    port = int(relay.address.rpartition(":")[2])
     runtime = os.environ.get("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108
-    return Path(runtime) / f"seedrelay-{os.getuid()}" / f"relay-{port}.sock"
+    name = f"relay-{relay.address.replace(':', '-')}.sock"
+    return Path(runtime) / f"seedrelay-{os.getuid()}" / name

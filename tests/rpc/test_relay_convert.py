@@ -10,7 +10,7 @@ from engine_service.rpc import convert as engine_convert
 from relay_service.core.format import Placement
 from relay_service.core.instance import Artifact, State, Weights
 from relay_service.core.layout import check
-from relay_service.core.pull import PullOptions
+from relay_service.core.pull_report import PullOptions
 from relay_service.errors import InvalidRequest, ManifestError
 from relay_service.rpc import convert
 from seedrelay.v1 import relay_pb2, weights_pb2

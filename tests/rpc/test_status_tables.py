@@ -34,18 +34,17 @@ def test_every_error_has_a_status(status, kind):
 
 
 @pytest.mark.parametrize(
-    ("reason", "code"),
+    ("status", "code"),
     [
-        ("FormatMismatch", grpc.StatusCode.FAILED_PRECONDITION),
-        ("CorruptBlock", grpc.StatusCode.DATA_LOSS),
-        ("ConfigError", grpc.StatusCode.INVALID_ARGUMENT),
-        ("NoSource", grpc.StatusCode.UNAVAILABLE),
+        ("FAILED_PRECONDITION", grpc.StatusCode.FAILED_PRECONDITION),
+        ("DATA_LOSS", grpc.StatusCode.DATA_LOSS),
+        ("NO_SUCH_STATUS", grpc.StatusCode.UNAVAILABLE),
         ("", grpc.StatusCode.UNAVAILABLE),
     ],
 )
-def test_a_fill_fails_with_the_relays_status(reason, code):
+def test_a_fill_fails_with_the_relays_status(status, code):
     """An engine that could not be filled answers with the status of what the relay found."""
-    assert engine_status.code_of(engine_errors.FillFailed("no", reason=reason)) is code
+    assert engine_status.code_of(engine_errors.FillFailed("no", status=status)) is code
 
 
 @pytest.mark.parametrize("status", [relay_status, engine_status], ids=["relay", "engine"])

@@ -148,7 +148,7 @@ class PathStep(_message.Message):
     def __init__(self, source_instance: _Optional[str] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PullReport(_message.Message):
-    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe")
+    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe", "model")
     STATE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class PullReport(_message.Message):
     SECONDS_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     SECONDS_COMMIT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PROBE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     state: InstanceState
     path: _containers.RepeatedCompositeFieldContainer[PathStep]
     transport: str
@@ -173,4 +174,5 @@ class PullReport(_message.Message):
     seconds_transfer: float
     seconds_commit: float
     seconds_probe: float
-    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...

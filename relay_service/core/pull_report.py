@@ -1,0 +1,46 @@
+"""What a pull is asked to do, and what it did. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to fill an instance."""
+
+    source_instance: str = ""
+    """Only instance, or only model, to pull from; empty for any that fits."""
+    transport: str = ""
+    """Only transport to use; empty to choose by probing."""
+    rate_limit_bytes_per_second: int = 0
+    timeout_seconds: float = 0.0
+    """0 for none."""
+
+
+@dataclass
+class PathStep:
+    """One source that was tried."""
+
+    source_instance: str
+    address: str
+    transport: str = ""
+    bytes_verified: int = 0
+    reason: str = ""
+
+
+@dataclass
+class PullReport:
+    """What a pull did, and how far it is while it runs."""
+
+    phase: str = "matching"
+    note: str = ""
+    path: list[PathStep] = field(default_factory=list)
+    model: str = ""
+    weight_version: str = ""
+    weights_digest: str = ""
+    blocks_reused: int = 0
+    seconds_matching: float = 0.0
+    seconds_transfer: float = 0.0
+    probe: bytes = b""
