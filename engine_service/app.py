@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import signal
 import uuid
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from engine_service.rpc import server as rpc
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
+from relay_service.core.process import announce_listening, stop_on_signals
 from seedrelay.v1 import engine_pb2_grpc
 
 FAILED_LINGER_SECONDS = 3.0
@@ -40,7 +38,7 @@ async def serve(config: EngineConfig) -> None:
 
     Raises `EngineError` when it cannot listen, or can never be ready.
     """
-    stopping = _stop_on_signals()
+    stopping = stop_on_signals()
     server = rpc.new_server()
     address = rpc.bind(server, config.listen)
     instance = await _build(config)
@@ -48,7 +46,7 @@ async def serve(config: EngineConfig) -> None:
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
     health = rpc.add_standard_services(server)
     await server.start()
-    _announce_listening(instance.identity.name, config.advertise or address)
+    announce_listening("engine", instance.identity.name, config.advertise or address)
     tasks = [
         asyncio.create_task(rpc.follow(instance.lifecycle, health)),
         asyncio.create_task(_fail_on_death(instance)),
@@ -122,25 +120,3 @@ async def _drain(instance: Instance, grace_seconds: float) -> None:
         async with asyncio.timeout(grace_seconds):
             await instance.engine.idle()
     scheduler.abort_all(instance.engine.weights)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; a second one exits at once."""
-    stopping = asyncio.Event()
-
-    def on_signal() -> None:
-        if stopping.is_set():
-            os._exit(1)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stopping
-
-
-def _announce_listening(instance: str, address: str) -> None:
-    """Prints the one line that a service says on stdout."""
-    line = {"event": "listening", "service": "engine", "instance": instance,
-            "address": address, "pid": os.getpid()}  # fmt: skip
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(line), flush=True)  # noqa: T201

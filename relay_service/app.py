@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
-import signal
 import uuid
 
 from relay_service.config import RelayConfig, socket_path
 from relay_service.core.attach_server import AttachServer
 from relay_service.core.holdings import Holdings
+from relay_service.core.process import announce_listening, stop_on_signals
 from relay_service.core.rate import TokenBucket
 from relay_service.core.registry import RENEW_SECONDS, Registry
 from relay_service.core.transfers import Transfers
@@ -97,28 +94,6 @@ async def serve(config: RelayConfig) -> None:
         await relay.stop()
     for wait in done:
         wait.result()
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Returns an event that the first SIGTERM or SIGINT sets; a second one exits at once."""
-    stopping = asyncio.Event()
-
-    def on_signal() -> None:
-        if stopping.is_set():
-            os._exit(1)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stopping
-
-
-def announce_listening(service: str, instance: str, address: str) -> None:
-    """Prints the one line that a service says on stdout."""
-    line = {"event": "listening", "service": service, "instance": instance,
-            "address": address, "pid": os.getpid()}  # fmt: skip
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(line), flush=True)  # noqa: T201
 
 
 async def _sweep(holdings: Holdings) -> None:
