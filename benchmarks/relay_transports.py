@@ -7,8 +7,9 @@ Every method moves the same bytes out of one sealed arena, in interleaved rounds
     bare_grpc    1 MiB messages through grpc.aio with our options, copied in, not verified
     gloo         isend and irecv of all pieces at once between two processes, not verified
 
-Before each move the destination is zero, after it its bytes are compared with the
-source; neither is timed.
+All fill the same pages, those of one arena; for a pull it is attached as a new dummy.
+Before each move it is zeroed, after it its bytes are compared with the source; neither
+is timed.
 """
 
 from __future__ import annotations
@@ -205,13 +206,13 @@ class Method:
     sources: list[int]
     targets: list[int]
     target: Callable[[], AbstractAsyncContextManager[HostArena]]
-    """Lends an empty arena."""
+    """Lends the zeroed scratch arena."""
     move: Callable[[], Awaitable[float]]
     """Fills it and returns the seconds that it took."""
 
 
 class Bench:
-    """What all methods share: the seed's bytes, and a scratch arena for those without relay."""
+    """What all methods share: the seed's arena, and a scratch arena that each of them fills."""
 
     def __init__(self, seed: Shared) -> None:
         self.seed = seed
@@ -247,16 +248,15 @@ class Bench:
         async def attached() -> AsyncIterator[HostArena]:
             nonlocal link
             self._targets += 1
-            instance = f"target-{self._targets}"
-            fd, arena = new_arena(instance, self.layout)
-            link = await attach(relay.address, instance, fd, self.layout)
-            try:
-                yield arena
-                await link.return_mapping()
-            finally:
-                await link.close()
-                arena.close()
-                os.close(fd)
+            async with self.emptied() as arena:
+                link = await attach(
+                    relay.address, f"target-{self._targets}", self.shared.fd, self.layout
+                )
+                try:
+                    yield arena
+                    await link.return_mapping()
+                finally:
+                    await link.close()
 
         async def move() -> float:
             options = PullOptions(source_instance="seed", transport=name)
