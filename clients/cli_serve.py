@@ -6,14 +6,21 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from clients.cli_security import with_security
+from relay_service.core.security import Security
+
 Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen beyond loopback also without TLS and tokens.")
+]
 
 
+@with_security
 def engine(
     model: Annotated[str, typer.Option(help="Model folder; a dummy's needs no weights.")],
     listen: Listen,
@@ -41,6 +48,7 @@ def engine(
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     grace: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30,
     insecure: Insecure = False,
+    security: Security,
 ) -> None:
     """Run an engine service: one model behind gRPC."""
     from engine_service.app import serve
@@ -57,13 +65,14 @@ def engine(
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
-            insecure=insecure,
+            security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         _refuse(error)
     _serve(serve(config), EngineError)
 
 
+@with_security
 def relay(
     listen: Listen,
     *,
@@ -72,6 +81,7 @@ def relay(
     egress_limit: Annotated[str, typer.Option(help="Such as 250MiB/s, for all readers.")] = "",
     grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.")] = 10,
     insecure: Insecure = False,
+    security: Security,
 ) -> None:
     """Run a relay service: one per host."""
     from relay_service.app import serve
@@ -82,7 +92,8 @@ def relay(
     try:
         config = RelayConfig(
             listen=listen, join=join, advertise=advertise, grace_seconds=grace,
-            egress_limit_bytes_per_second=parse_rate(egress_limit), insecure=insecure,
+            egress_limit_bytes_per_second=parse_rate(egress_limit),
+            security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         _refuse(error)
