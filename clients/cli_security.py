@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clients.cli_run import refuse
 from clients.credentials import Credentials
 from relay_service.core.security import Security
 from relay_service.errors import ConfigError
@@ -35,15 +36,29 @@ _OPTIONS = {
 
 
 def with_security(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the four options; it receives them as one `security`."""
+    """Gives a service's command the four options; it receives them as one `security`."""
+    return _with_options(command, "security", lambda security, _: security)
 
+
+def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a client's command the four options; it receives `credentials`."""
+    return _with_options(command, "credentials", lambda _, credentials: credentials)
+
+
+def _with_options(
+    command: Callable[..., None], receives: str, choose: Callable[[Security, Credentials], Any]
+) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        files = {name: kwargs.pop(name) for name in _OPTIONS}
-        command(*args, security=Security(**files), **kwargs)
+        security = Security(**{name: kwargs.pop(name) for name in _OPTIONS})
+        try:
+            credentials = Credentials(security)
+        except ConfigError as error:
+            refuse(error)
+        command(*args, **kwargs, **{receives: choose(security, credentials)})
 
     signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "security"]
+    own = [p for p in signature.parameters.values() if p.name != receives]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default="", annotation=annotation)
         for name, annotation in _OPTIONS.items()
@@ -51,20 +66,3 @@ def with_security(command: Callable[..., None]) -> Callable[..., None]:
     wrapped.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
     return wrapped
-
-
-def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a client's command the four options; it receives `credentials`."""
-
-    @functools.wraps(command)
-    def opened(*args: Any, security: Security, **kwargs: Any) -> None:
-        try:
-            credentials = Credentials(security)
-        except ConfigError as error:
-            raise typer.BadParameter(error.message) from error
-        command(*args, credentials=credentials, **kwargs)
-
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "credentials"]
-    opened.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    return with_security(opened)

@@ -7,10 +7,11 @@ import logging
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
+from clients.cli_run import refuse, say_error
 from clients.cli_security import with_security
 from relay_service.core.security import Security
 
@@ -68,7 +69,7 @@ def engine(
             security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
-        _refuse(error)
+        refuse(error)
     _serve(serve(config), EngineError)
 
 
@@ -96,7 +97,7 @@ def relay(
             security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
-        _refuse(error)
+        refuse(error)
     _serve(serve(config), RelayError)
 
 
@@ -109,16 +110,5 @@ def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> Non
     try:
         asyncio.run(service)
     except failures as error:
-        _say_error(error)
+        say_error(error)
         raise typer.Exit(1) from None
-
-
-def _refuse(error: Exception) -> NoReturn:
-    _say_error(error)
-    raise typer.Exit(2) from None
-
-
-def _say_error(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr)  # noqa: T201
-    if hint := getattr(error, "details", {}).get("hint"):
-        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201
