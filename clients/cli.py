@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from clients import cli_model, cli_serve, report
+from clients import cli_model, cli_serve, cli_show, report
 from clients.cli_run import Failure, run, say
+from clients.cli_security import with_credentials
+from clients.credentials import Credentials
 from clients.engine import EngineClient
 from clients.errors import CallFailed
 from clients.progress import PullProgressBar
@@ -36,6 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per l
 
 
 @app.command()
+@with_credentials
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue, or what to ask with --chat.")],
     engine: EngineAddress,
@@ -50,6 +53,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="Go on at the model's end tokens.")] = False,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the call fails.")] = None,
     json_: Json = False,
+    credentials: Credentials,
 ) -> None:
     """Stream an answer."""
     sampling = engine_pb2.SamplingParams(
@@ -63,7 +67,7 @@ def generate(
         request.text = prompt
 
     async def stream() -> None:
-        async with EngineClient(engine) as client:
+        async with EngineClient(engine, credentials) as client:
             async for message in client.generate(request, deadline):
                 if json_:
                     say(json.dumps(report.chunk(message)))
@@ -77,22 +81,25 @@ def generate(
 
 
 @app.command()
+@with_credentials
 def status(
     address: Annotated[str, typer.Argument(help="Address of an engine or a relay.")],
     *,
     watch: Annotated[bool, typer.Option(help="Go on at every change.")] = False,
     json_: Json = False,
+    credentials: Credentials,
 ) -> None:
     """Show the state of an engine, or the fleet of a relay."""
 
     async def show() -> None:
-        if not await _show_engine(address, watch=watch, as_json=json_):
-            await _show_relay(address, watch=watch, as_json=json_)
+        if not await _show_engine(address, credentials, watch=watch, as_json=json_):
+            await _show_relay(address, credentials, watch=watch, as_json=json_)
 
     run(show(), as_json=json_)
 
 
 @app.command()
+@with_credentials
 def pull(
     engine: EngineAddress,
     relay: RelayAddress,
@@ -102,6 +109,7 @@ def pull(
     transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
     deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0)] = 300,
     json_: Json = False,
+    credentials: Credentials,
 ) -> None:
     """Fill a dummy that was started without --relay."""
     options = weights_pb2.PullOptions(
@@ -113,30 +121,32 @@ def pull(
 
     async def fill() -> None:
         done = None
-        async with EngineClient(engine) as client:
+        async with EngineClient(engine, credentials) as client:
             with PullProgressBar() as bar:
                 async for message in client.pull(relay, options):
                     bar.show(message.progress)
                     done = message.report if message.HasField("report") else None
         if done is None:
             raise Failure("the engine ended the pull without a report")
-        _show_pull(done, as_json=json_)
+        cli_show.pull(done, as_json=json_)
 
     run(fill(), as_json=json_)
 
 
 @app.command()
+@with_credentials
 def sources(
     relay: RelayAddress,
     *,
     target: Annotated[str, typer.Option("--for", help="Address of the engine to fill.")] = "",
     json_: Json = False,
+    credentials: Credentials,
 ) -> None:
     """List who could fill a target, and why the others could not."""
 
     async def show() -> None:
-        async with RelayClient(relay) as client:
-            matches = await client.sources(await _target(target))
+        async with RelayClient(relay, credentials) as client:
+            matches = await client.sources(await _target(target, credentials))
         if json_:
             say(json.dumps({"sources": [report.source(m) for m in matches]}))
             return
@@ -155,10 +165,10 @@ def main() -> None:
     app()
 
 
-async def _target(address: str) -> Target:
+async def _target(address: str, credentials: Credentials) -> Target:
     if not address:
         return Target()
-    async with EngineClient(address) as client:
+    async with EngineClient(address, credentials) as client:
         status = await client.status()
     if not status.HasField("format"):
         raise Failure(f"{address} has not allocated its arena yet")
@@ -167,9 +177,11 @@ async def _target(address: str) -> Target:
     )
 
 
-async def _show_engine(address: str, *, watch: bool, as_json: bool) -> bool:
+async def _show_engine(
+    address: str, credentials: Credentials, *, watch: bool, as_json: bool
+) -> bool:
     """Shows an engine's status; returns False when the service is not an engine."""
-    async with EngineClient(address) as client:
+    async with EngineClient(address, credentials) as client:
         try:
             current = await client.status()
         except CallFailed as error:
@@ -177,68 +189,26 @@ async def _show_engine(address: str, *, watch: bool, as_json: bool) -> bool:
                 return False
             raise
         if not watch:
-            _print_engine(current, as_json=as_json)
+            cli_show.engine(current, as_json=as_json)
             return True
         async for current in client.watch():
-            _print_engine(current, as_json=as_json)
+            cli_show.engine(current, as_json=as_json)
     return True
 
 
-async def _show_relay(address: str, *, watch: bool, as_json: bool) -> None:
-    async with RelayClient(address) as client:
+async def _show_relay(
+    address: str, credentials: Credentials, *, watch: bool, as_json: bool
+) -> None:
+    async with RelayClient(address, credentials) as client:
         last = None
         while True:
             current = report.relay_status(await client.status())
             if current != last:
-                _print_relay(current, as_json=as_json)
+                cli_show.relay(current, as_json=as_json)
             if not watch:
                 return
             last = current
             await asyncio.sleep(1)
-
-
-def _print_engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
-    shown = report.engine_status(status)
-    if as_json:
-        say(json.dumps(shown))
-        return
-    say(f"{shown['instance']}  {shown['state']}  {shown['reason']}".rstrip())
-    say(f"  model {shown['model']}, weights {shown['weight_version'] or '-'} "
-        f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
-    say(f"  running {shown['running']}, waiting {shown['waiting']}, "
-        f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
-    for rank in shown["ranks"]:
-        say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
-            f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip
-
-
-def _print_relay(shown: dict[str, object], *, as_json: bool) -> None:
-    if as_json:
-        say(json.dumps(shown))
-        return
-    say(f"relay {shown['address']}, directory {shown['directory'] or 'itself'}")
-    for one in _dicts(shown["instances"]):
-        say(f"  {one['instance']}  {one['state']}  {one['weight_version'] or '-'}  "
-            f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
-    for one in _dicts(shown["transfers"]):
-        way = f"from {one['source_instance'] or '?'} over {one['transport'] or '?'}"
-        say(
-            f"  filling {one['instance']} {way}: {one['bytes_verified']}/{one['bytes_total']} bytes"
-        )
-
-
-def _dicts(value: object) -> list[dict[str, object]]:
-    return value if isinstance(value, list) else []
-
-
-def _show_pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
-    shown = report.pull(done)
-    if as_json:
-        say(json.dumps(shown))
-        return
-    steps = ", then ".join(f"{s['source_instance']} ({s['reason']})" for s in shown["path"])
-    say(f"{shown['state']}: {shown['bytes_moved']} bytes over {shown['transport']} from {steps}, "
-        f"{shown['seconds_transfer']:.2f} s, weights {shown['weight_version']}")  # fmt: skip
 
 
 def _rate(text: str) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -20,6 +20,19 @@ class Failure(Exception):
 def say(line: str) -> None:
     """Prints one line of result on stdout."""
     print(line, flush=True)  # noqa: T201
+
+
+def say_error(error: Exception) -> None:
+    """Prints what is wrong, and what would help, on stderr."""
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201
+    if hint := getattr(error, "details", {}).get("hint"):
+        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Ends a command that was called with what cannot work."""
+    say_error(error)
+    raise typer.Exit(2) from None
 
 
 def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:

@@ -7,9 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
-from typing import Annotated, Any, NoReturn
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
+
+from clients.cli_run import refuse, say_error
+from clients.cli_security import with_security
+from relay_service.core.security import Security
 
 _TUNABLES = (
     # Copies of a block go past the cache, as that of a whole arena would anyway.
@@ -19,9 +24,12 @@ _TUNABLES = (
 )
 
 Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen beyond loopback also without TLS and tokens.")
+]
 
 
+@with_security
 def engine(
     model: Annotated[str, typer.Option(help="Model folder; a dummy's needs no weights.")],
     listen: Listen,
@@ -49,6 +57,7 @@ def engine(
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     grace: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30,
     insecure: Insecure = False,
+    security: Security,
 ) -> None:
     """Run an engine service: one model behind gRPC."""
     from engine_service.app import serve
@@ -65,13 +74,14 @@ def engine(
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
-            insecure=insecure,
+            security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
-        _refuse(error)
+        refuse(error)
     _serve(serve(config), EngineError)
 
 
+@with_security
 def relay(
     listen: Listen,
     *,
@@ -80,6 +90,7 @@ def relay(
     egress_limit: Annotated[str, typer.Option(help="Such as 250MiB/s, for all readers.")] = "",
     grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.")] = 10,
     insecure: Insecure = False,
+    security: Security,
 ) -> None:
     """Run a relay service: one per host."""
     _tune_libc()
@@ -91,10 +102,11 @@ def relay(
     try:
         config = RelayConfig(
             listen=listen, join=join, advertise=advertise, grace_seconds=grace,
-            egress_limit_bytes_per_second=parse_rate(egress_limit), insecure=insecure,
+            egress_limit_bytes_per_second=parse_rate(egress_limit),
+            security=replace(security, insecure=insecure),
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
-        _refuse(error)
+        refuse(error)
     _serve(serve(config), RelayError)
 
 
@@ -118,16 +130,5 @@ def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> Non
     try:
         asyncio.run(service)
     except failures as error:
-        _say_error(error)
+        say_error(error)
         raise typer.Exit(1) from None
-
-
-def _refuse(error: Exception) -> NoReturn:
-    _say_error(error)
-    raise typer.Exit(2) from None
-
-
-def _say_error(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr)  # noqa: T201
-    if hint := getattr(error, "details", {}).get("hint"):
-        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201

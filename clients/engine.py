@@ -9,6 +9,7 @@ from typing import Any, Self
 import grpc
 
 from clients.channel import open_channel
+from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
@@ -21,9 +22,9 @@ class EngineClient:
     Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NOTHING) -> None:
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = open_channel(address, credentials)
         self._stub = engine_pb2_grpc.EngineServiceStub(self.channel)
 
     async def __aenter__(self) -> Self:

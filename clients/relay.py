@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +10,7 @@ from typing import Any, Self
 import grpc
 
 from clients.channel import open_channel
+from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
@@ -26,10 +28,11 @@ class RelayClient:
     Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NOTHING) -> None:
         self.address = address
-        self.channel = open_channel(address)
-        self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)
+        self._credentials = credentials
+        self._closing: set[asyncio.Task[None]] = set()
+        self._open()
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,15 +48,18 @@ class RelayClient:
     async def close(self) -> None:
         """Closes the connection."""
         await self.channel.close()
+        await asyncio.gather(*self._closing)
 
     async def attachment(self, timeout: float = CALL_SECONDS) -> tuple[str, str]:
         """Returns the attachment socket's path and the relay's generation."""
+        self._renew()
         request = relay_pb2.GetAttachmentRequest()
         response = await self._unary(self._stub.GetAttachment(request, timeout=timeout))
         return response.socket_path, response.relay_generation
 
     async def announce(self, address: str, generation: str, instances: list[Instance]) -> None:
         """Announces every instance of the relay at `address`."""
+        self._renew()
         request = relay_pb2.AnnounceRequest(
             address=address, relay_generation=generation,
             instances=[convert.instance_to_proto(i) for i in instances],
@@ -132,6 +138,22 @@ class RelayClient:
         request = relay_pb2.ReturnMappingRequest(instance=instance, generation=generation)
         response = await self._unary(self._stub.ReturnMapping(request, timeout=timeout))
         return int(response.unmapped_count)
+
+    def _open(self) -> None:
+        self.channel = open_channel(self.address, self._credentials)
+        self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)
+
+    def _renew(self) -> None:
+        """Connects anew when the certificate has changed: a channel keeps the one it opened with.
+
+        Called where a connection that lasts begins or repeats; calls that run may finish.
+        """
+        if not self.channel.is_stale:
+            return
+        closing = asyncio.create_task(self.channel.close(CALL_SECONDS))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._open()
 
     async def _unary(self, call: Awaitable[Any]) -> Any:
         try:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 from pathlib import Path
 
+from clients.credentials import Credentials
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
 from engine_service.core.bring_up import BringUp
@@ -39,9 +41,10 @@ async def serve(config: EngineConfig) -> None:
     Raises `EngineError` when it cannot listen, or can never be ready.
     """
     stopping = stop_on_signals()
-    server = rpc.new_server()
-    address = rpc.bind(server, config.listen)
-    instance = await _build(config)
+    credentials = rpc.credentials(config.security)
+    server = rpc.new_server(credentials)
+    address = rpc.bind(server, config.listen, credentials)
+    instance = await _build(config, credentials)
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
     health = rpc.add_standard_services(server)
@@ -69,7 +72,7 @@ async def serve(config: EngineConfig) -> None:
         raise EngineError(failed)
 
 
-async def _build(config: EngineConfig) -> Instance:
+async def _build(config: EngineConfig, credentials: Credentials) -> Instance:
     limits = Limits(
         config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
     )
@@ -77,7 +80,8 @@ async def _build(config: EngineConfig) -> Instance:
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
     model = Path(config.model).resolve().name
     identity = Identity(config.name, uuid.uuid4().hex, model)
-    return Instance(config, identity, ranks, Engine(scheduler, ranks), GrpcRelayLink)
+    open_link = functools.partial(GrpcRelayLink, credentials=credentials)
+    return Instance(config, identity, ranks, Engine(scheduler, ranks), open_link)
 
 
 async def _run_steps(instance: Instance) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_service.errors import ConfigError
+from relay_service import errors as relay_errors
+from relay_service.core.security import Security
 
-LOOPBACK = ("127.", "localhost:", "[::1]:")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -61,12 +62,15 @@ class EngineConfig:
     """Most requests that wait."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
-    insecure: bool = False
-    """Listens beyond loopback without TLS."""
+    security: Security = field(default_factory=Security)
+    """TLS and tokens; beyond loopback both, or the word that it may go without."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a setting that cannot work."""
-        self._check_listen()
+        try:
+            self.security.check_listen(self.listen)
+        except relay_errors.ConfigError as error:
+            raise ConfigError.of(error) from error
         _one_of("load_format", self.load_format, ("disk", "dummy"))
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
@@ -95,19 +99,6 @@ class EngineConfig:
     def name(self) -> str:
         """Name in the fleet."""
         return self.instance_name or f"{os.uname().nodename}-{os.getpid()}"
-
-    def _check_listen(self) -> None:
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 0xFFFF:
-            raise ConfigError(
-                f"{self.listen!r} is not HOST:PORT", field="listen", hint="for example 127.0.0.1:0"
-            )
-        if not self.insecure and not self.listen.startswith(LOOPBACK):
-            raise ConfigError(
-                f"{self.listen} is beyond loopback and this version has no TLS",
-                field="listen",
-                hint="listen on 127.0.0.1, or pass --insecure on a trusted network",
-            )
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

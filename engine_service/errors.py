@@ -22,6 +22,10 @@ EngineError
 
 from __future__ import annotations
 
+from typing import Self
+
+from relay_service.errors import RelayError
+
 
 class EngineError(Exception):
     """Base of all errors of the engine.
@@ -37,6 +41,11 @@ class EngineError(Exception):
 
 class ConfigError(EngineError):
     """A setting that cannot work."""
+
+    @classmethod
+    def of(cls, error: RelayError) -> Self:
+        """Takes over what the relay's code, which we share, found wrong."""
+        return cls(error.message, **error.details)
 
 
 class InvalidRequest(EngineError):

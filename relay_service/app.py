@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 
+from clients.credentials import Credentials
 from relay_service.config import RelayConfig, socket_path
 from relay_service.core.attach_server import AttachServer
 from relay_service.core.holdings import Holdings
@@ -28,19 +29,20 @@ class Relay:
     """One relay: all its parts, joined."""
 
     def __init__(self, config: RelayConfig) -> None:
-        """Binds the port. Raises `ConfigError` when it cannot listen."""
+        """Binds the port. Raises `ConfigError` when it cannot listen, or not as it must."""
         self._config = config
-        self._server = rpc.new_server()
-        self.address = rpc.bind(self._server, config.listen)
+        credentials = Credentials(config.security, "relay")
+        self._server = rpc.new_server(credentials)
+        self.address = rpc.bind(self._server, config.listen, credentials)
         self.holdings = Holdings()
         known_as = config.advertise or self.address
         registry, egress = Registry(), TokenBucket(config.egress_limit_bytes_per_second)
         self._fleet = DirectoryFleet(
             known_as, uuid.uuid4().hex, config.join, registry,
-            lambda: self.holdings.records(known_as),
+            lambda: self.holdings.records(known_as), credentials,
         )  # fmt: skip
         self.transfers = Transfers(
-            self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport()]
+            self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport(credentials)]
         )
         path = socket_path(self.address)
         self._attach_server = AttachServer(path, self.holdings, self.transfers, HostArena)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from relay_service.errors import ConfigError
-
-LOOPBACK = ("127.", "localhost:", "[::1]:")
+from relay_service.core.security import Security
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,26 +24,12 @@ class RelayConfig:
     """Most bytes per second that this relay's sources give away; 0 for no limit."""
     grace_seconds: float = 10.0
     """Time that running calls get at SIGTERM."""
-    insecure: bool = False
-    """Listens beyond loopback without TLS."""
+    security: Security = field(default_factory=Security)
+    """TLS and tokens; beyond loopback both, or the word that it may go without."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a setting that cannot work."""
-        check_listen(self.listen, insecure=self.insecure)
-
-
-def check_listen(listen: str, *, insecure: bool) -> None:
-    """Raises `ConfigError` for an address that isn't one or may not be listened on."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(
-            f"{listen!r} is not HOST:PORT", field="listen", hint="for example 127.0.0.1:0"
-        )
-    if not insecure and not listen.startswith(LOOPBACK):
-        raise ConfigError(
-            f"{listen} is beyond loopback and this version has no TLS",
-            field="listen", hint="listen on 127.0.0.1, or pass --insecure on a trusted network",
-        )  # fmt: skip
+        self.security.check_listen(self.listen)
 
 
 def socket_path(address: str) -> Path:

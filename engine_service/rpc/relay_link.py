@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError, Unreachable
 from clients.relay import RelayClient
 from engine_service.core.ports import FillReport, OnProgress
@@ -44,9 +45,10 @@ _log = logging.getLogger(__name__)
 class GrpcRelayLink:
     """Implements the engine's `RelayLink` port."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NOTHING) -> None:
         self.address = address
-        self._relay = RelayClient(address)
+        self._credentials = credentials
+        self._relay = RelayClient(address, credentials)
         self._channel: AsyncChannel | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[Denied | None] = asyncio.Queue()
@@ -63,7 +65,7 @@ class GrpcRelayLink:
     async def fetch(self, instance: Instance) -> dict[str, bytes]:
         """Fetches an instance's small files from the relay that announced it."""
         files: dict[str, bytes] = {}
-        async with RelayClient(instance.address) as relay:
+        async with RelayClient(instance.address, self._credentials) as relay:
             for artifact in instance.artifacts:
                 if artifact.name not in ARTIFACT_NAMES:
                     continue

@@ -1,4 +1,4 @@
-"""The engine's gRPC server: options, health, reflection, the port."""
+"""The engine's gRPC server: scopes, health, reflection, the port."""
 
 from __future__ import annotations
 
@@ -6,36 +6,44 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from clients.credentials import NOTHING, Credentials
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.errors import ConfigError
+from relay_service import errors as relay_errors
 from relay_service.core.instance import State
+from relay_service.core.security import Security
+from relay_service.rpc import guard
 from seedrelay.v1 import engine_pb2
 
 SERVICE = "seedrelay.v1.EngineService"
-_OPTIONS = (
-    # Two engines on one port would share its calls silently.
-    ("grpc.so_reuseport", 0),
-    # Clients ping while a stream is silent; do not take that for an attack.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+SCOPES = {
+    f"/{SERVICE}/Generate": frozenset({"generate"}),
+    f"/{SERVICE}/GetStatus": frozenset({"control", "generate"}),
+    f"/{SERVICE}/WatchStatus": frozenset({"control", "generate"}),
+    f"/{SERVICE}/PullWeights": frozenset({"control"}),
+}
+"""Scopes of which a caller of each method needs one, where there are tokens."""
 
 
-def new_server() -> grpc.aio.Server:
+def credentials(security: Security) -> Credentials:
+    """Reads certificates and tokens. Raises `ConfigError` for some that cannot be used."""
+    try:
+        return Credentials(security, "relay")
+    except relay_errors.ConfigError as error:
+        raise ConfigError.of(error) from error
+
+
+def new_server(credentials: Credentials = NOTHING) -> grpc.aio.Server:
     """Makes a server without services."""
-    return grpc.aio.server(options=_OPTIONS)
+    return guard.new_server(SCOPES, credentials)
 
 
-def bind(server: grpc.aio.Server, listen: str) -> str:
+def bind(server: grpc.aio.Server, listen: str, credentials: Credentials = NOTHING) -> str:
     """Binds and returns the real address. Raises `ConfigError` when it's taken."""
     try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {listen}: the port is in use or not ours", field="listen"
-        ) from error
-    return f"{listen.rpartition(':')[0]}:{port}"
+        return guard.bind(server, listen, credentials)
+    except relay_errors.ConfigError as error:
+        raise ConfigError.of(error) from error
 
 
 def add_standard_services(server: grpc.aio.Server) -> health.aio.HealthServicer:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.ports import MapArena
 from relay_service.core.transfers import Transfers
-from relay_service.errors import InvalidRequest, RelayError
+from relay_service.errors import ConfigError, InvalidRequest, RelayError
 
 RETRY_SECONDS = 0.1
 _log = logging.getLogger(__name__)
@@ -50,8 +51,11 @@ class AttachServer:
         """Listens; only this user can connect.
 
         A socket file that a killed relay of the same address left is replaced.
+        Raises `ConfigError` when the folder is not this user's alone.
         """
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.parent.mkdir(mode=0o700, parents=True)
+        _check_folder(self.path.parent)
         self.path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -128,6 +132,17 @@ class AttachServer:
         holding.apply(message)
         _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
         await channel.send(encode(Accepted()))
+
+
+def _check_folder(folder: Path) -> None:
+    """Whoever owns the folder can put another socket in the place of ours."""
+    now = folder.lstat()
+    if not stat.S_ISDIR(now.st_mode) or now.st_uid != os.getuid() or now.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a folder that only this user may enter",
+            field="socket", expected="mode 700, own", found=stat.filemode(now.st_mode),
+            hint="remove it, or set XDG_RUNTIME_DIR to a folder of your own",
+        )  # fmt: skip
 
 
 def _check_user(channel: AsyncChannel) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from clients.relay import RelayClient
 from relay_service.core.instance import Instance
@@ -26,6 +27,7 @@ class DirectoryFleet:
         directory: str,
         registry: Registry,
         own: Callable[[], list[Instance]],
+        credentials: Credentials = NOTHING,
     ) -> None:
         self.address = address
         self.generation = generation
@@ -33,7 +35,7 @@ class DirectoryFleet:
         self.directory_reachable = False
         self._registry = registry
         self._own = own
-        self._client = RelayClient(directory) if directory else None
+        self._client = RelayClient(directory, credentials) if directory else None
 
     async def instances(self) -> list[Instance]:
         """Lists every known life of an instance once, as this relay knows it or else its directory.

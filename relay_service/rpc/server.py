@@ -1,4 +1,4 @@
-"""The relay's gRPC server: options, health, reflection, the port."""
+"""The relay's gRPC server: scopes, health, reflection."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from relay_service.errors import ConfigError
+from clients.credentials import NOTHING, Credentials
+from relay_service.rpc import guard
+from relay_service.rpc.guard import bind
 from seedrelay.v1 import relay_pb2
 
+__all__ = ["SCOPES", "SERVICE", "add_standard_services", "bind", "new_server"]
+
 SERVICE = "seedrelay.v1.RelayService"
-_OPTIONS = (
-    # Two relays on one port would share its calls silently.
-    ("grpc.so_reuseport", 0),
-    # Clients ping while a stream is silent; do not take that for an attack.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+_RELAYS, _LOOKERS = frozenset({"relay"}), frozenset({"relay", "control"})
+SCOPES = {
+    f"/{SERVICE}/GetAttachment": _RELAYS,
+    f"/{SERVICE}/Announce": _RELAYS,
+    f"/{SERVICE}/ListSources": _LOOKERS,
+    f"/{SERVICE}/GetRelayStatus": _LOOKERS,
+    f"/{SERVICE}/GetManifest": _RELAYS,
+    f"/{SERVICE}/GetArtifact": _RELAYS,
+    f"/{SERVICE}/AcquireLease": _RELAYS,
+    f"/{SERVICE}/RenewLease": _RELAYS,
+    f"/{SERVICE}/ReleaseLease": _RELAYS,
+    f"/{SERVICE}/Pull": _RELAYS,
+    f"/{SERVICE}/ReturnMapping": _RELAYS,
+    "/seedrelay.v1.BlockService/ReadBlocks": _RELAYS,
+}
+"""Scopes of which a caller of each method needs one, where there are tokens.
+
+Engines and other relays come with `relay`, people who only look with `control`.
+"""
 
 
-def new_server() -> grpc.aio.Server:
+def new_server(credentials: Credentials = NOTHING) -> grpc.aio.Server:
     """Makes a server without services."""
-    return grpc.aio.server(options=_OPTIONS)
-
-
-def bind(server: grpc.aio.Server, listen: str) -> str:
-    """Binds and returns the real address. Raises `ConfigError` when it's taken."""
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {listen}: the port is in use or not ours", field="listen"
-        ) from error
-    return f"{listen.rpartition(':')[0]}:{port}"
+    return guard.new_server(SCOPES, credentials)
 
 
 async def add_standard_services(server: grpc.aio.Server) -> health.aio.HealthServicer:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
+from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from clients.relay import RelayClient
 from relay_service.core.holdings import Holdings
@@ -35,9 +36,12 @@ class GrpcTransport:
 
     name = "grpc"
 
+    def __init__(self, credentials: Credentials = NOTHING) -> None:
+        self._credentials = credentials
+
     async def unusable(self, source: Instance) -> str:
         """Says so when the source's relay does not answer."""
-        async with RelayClient(source.address) as relay:
+        async with RelayClient(source.address, self._credentials) as relay:
             try:
                 await relay.attachment(timeout=PROBE_SECONDS)
             except ClientError as error:
@@ -46,7 +50,7 @@ class GrpcTransport:
 
     async def open(self, source: Instance, holder: str) -> GrpcSession:
         """Takes a lease for `holder`. Raises `SourceFailed` or `WrongState`."""
-        relay = RelayClient(source.address)
+        relay = RelayClient(source.address, self._credentials)
         try:
             lease, probe = await relay.acquire_lease(source, holder)
         except ClientError as error:

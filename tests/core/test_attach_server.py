@@ -352,6 +352,28 @@ async def test_running_out_of_descriptors_is_survived(relay, monkeypatch):
     assert failures == []
 
 
+@pytest.mark.parametrize("found", ["open to others", "another's", "a link", "a file"])
+async def test_a_folder_that_is_not_ours_alone(tmp_path, monkeypatch, found):
+    """A socket folder that others may enter, or that leads elsewhere, is refused."""
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if found == "a link":
+        folder.symlink_to(elsewhere)
+    elif found == "a file":
+        folder.touch(mode=0o600)
+    elif found == "another's":
+        folder.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.mkdir()
+        folder.chmod(0o750)
+    holdings = Holdings()
+    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), HostArena)
+    with pytest.raises(ConfigError, match=str(folder)):
+        await server.start()
+    assert list(elsewhere.iterdir()) == []
+
+
 async def test_rounds_leave_nothing_behind(relay):
     """Many rounds of attaching, filling and leaving leak no descriptor and no mapping."""
     seed = await relay.seed()

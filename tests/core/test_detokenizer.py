@@ -15,7 +15,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 def byte_fallback() -> Tokenizer:
     """One token per byte where no other fits, as in Llama 2 and Mistral; 256 is ` the`."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256, "<unk>": 257}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))  # noqa: S106
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),

@@ -1,0 +1,56 @@
+"""Prints what commands have learned, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from clients import report
+from clients.cli_run import say
+from seedrelay.v1 import engine_pb2, weights_pb2
+
+
+def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
+    """Prints an engine's status."""
+    shown = report.engine_status(status)
+    if as_json:
+        say(json.dumps(shown))
+        return
+    say(f"{shown['instance']}  {shown['state']}  {shown['reason']}".rstrip())
+    say(f"  model {shown['model']}, weights {shown['weight_version'] or '-'} "
+        f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
+    say(f"  running {shown['running']}, waiting {shown['waiting']}, "
+        f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
+    for rank in shown["ranks"]:
+        say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
+            f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip
+
+
+def relay(shown: dict[str, object], *, as_json: bool) -> None:
+    """Prints a relay's fleet and transfers."""
+    if as_json:
+        say(json.dumps(shown))
+        return
+    say(f"relay {shown['address']}, directory {shown['directory'] or 'itself'}")
+    for one in _dicts(shown["instances"]):
+        say(f"  {one['instance']}  {one['state']}  {one['weight_version'] or '-'}  "
+            f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
+    for one in _dicts(shown["transfers"]):
+        way = f"from {one['source_instance'] or '?'} over {one['transport'] or '?'}"
+        say(
+            f"  filling {one['instance']} {way}: {one['bytes_verified']}/{one['bytes_total']} bytes"
+        )
+
+
+def pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
+    """Prints what a pull did."""
+    shown = report.pull(done)
+    if as_json:
+        say(json.dumps(shown))
+        return
+    steps = ", then ".join(f"{s['source_instance']} ({s['reason']})" for s in shown["path"])
+    say(f"{shown['state']}: {shown['bytes_moved']} bytes over {shown['transport']} from {steps}, "
+        f"{shown['seconds_transfer']:.2f} s, weights {shown['weight_version']}")  # fmt: skip
+
+
+def _dicts(value: object) -> list[dict[str, object]]:
+    return value if isinstance(value, list) else []
