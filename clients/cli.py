@@ -46,8 +46,10 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(help="Most likely tokens to choose from.", min=0)] = 0,
-    top_p: Annotated[float, typer.Option(help="Probability mass to choose from.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least relative probability.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Probability mass to choose from.", min=0, max=1)
+    ] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least relative probability.", min=0, max=1)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", min=0)] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Go on at the model's end tokens.")] = False,
@@ -105,9 +107,9 @@ def pull(
     relay: RelayAddress,
     *,
     source: Annotated[str, typer.Option("--from", help="Only instance to pull from.")] = "",
-    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s.")] = "",
+    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s; 0 for no limit.")] = "",
     transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
-    deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0)] = 300,
+    deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0.001)] = 300,
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
@@ -117,7 +119,7 @@ def pull(
         transport="" if transport == "auto" else transport,
         rate_limit_bytes_per_second=_rate(rate_limit),
     )
-    options.timeout.FromMilliseconds(int(deadline * 1000))
+    options.timeout.FromNanoseconds(int(deadline * 1e9))
 
     async def fill() -> None:
         done = None

@@ -46,16 +46,20 @@ def engine(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.")] = 0,
+    threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.", min=0)] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,
     fallback: Annotated[str, typer.Option(help="disk or none, when no source is left.")] = "none",
     transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
-    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for being filled.")] = "",
+    rate_limit: Annotated[
+        str, typer.Option(help="Such as 64MiB/s, for being filled; 0 for no limit.")
+    ] = "",
     max_context_tokens: Annotated[int, typer.Option(help="Most tokens of one request.")] = 8192,
     kv_cache_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache holds.")] = 16384,
     max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
-    grace: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for running requests at SIGTERM.", min=0)
+    ] = 30,
     insecure: Insecure = False,
     security: Security,
 ) -> None:
@@ -87,8 +91,10 @@ def relay(
     *,
     join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
-    egress_limit: Annotated[str, typer.Option(help="Such as 250MiB/s, for all readers.")] = "",
-    grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.")] = 10,
+    egress_limit: Annotated[
+        str, typer.Option(help="Such as 250MiB/s, for all readers; 0 for no limit.")
+    ] = "",
+    grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.", min=0)] = 10,
     insecure: Insecure = False,
     security: Security,
 ) -> None:

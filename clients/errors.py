@@ -38,6 +38,8 @@ class ClientError(Exception):
         code, message = error.code(), error.details() or error.code().name
         if code is grpc.StatusCode.UNAVAILABLE and not reason:
             return Unreachable(f"{address} cannot be reached: {message}", code.name)
+        if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
+            message = f"{address} does not offer this: is it an engine, or a relay?"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message, code.name, reason, details)
         return CallFailed(message, code.name, reason, details)

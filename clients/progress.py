@@ -69,7 +69,7 @@ class PullProgressBar:
             print(self._line(progress), file=sys.stderr, flush=True)  # noqa: T201
 
     def _line(self, progress: weights_pb2.PullProgress) -> str:
-        if not progress.bytes_total:
+        if not progress.bytes_total or progress.phase != "transferring":
             return _words(progress)
         seconds = max(time.monotonic() - self._began, 1e-3)
         rate = progress.bytes_verified / seconds

@@ -65,7 +65,7 @@ def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
         "service": "relay",
         "address": status.address,
         "directory": status.directory,
-        "directory_reachable": status.directory_reachable,
+        "directory_reachable": status.directory_reachable if status.directory else None,
         "leases": status.lease_count,
         "instances": [instance(convert.instance_from_proto(i)) for i in status.instances],
         "transfers": [

@@ -8,7 +8,6 @@ neither  allocate → capture → DUMMY, until somebody fills it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from pathlib import Path
@@ -56,9 +55,11 @@ class BringUp:
         await instance.allocate(read_folder(Path(instance.config.model)))
         await self._load()
         if instance.config.relay:
-            # A seed serves whether or not its relay is there; the link keeps trying.
-            with contextlib.suppress(RelayUnreachable):
+            try:
                 await instance.attach(instance.config.relay)
+            except RelayUnreachable as error:
+                # A seed serves whether or not its relay is there; the link keeps trying.
+                _log.warning("not attached yet: %s", error)
 
     async def _load(self) -> None:
         await self._instance.load()
@@ -100,7 +101,9 @@ class BringUp:
             try:
                 await self._filler.fill(config.relay, options, self._note)
             except (FillFailed, RelayUnreachable) as error:
-                if error.details.get("final") or self._seconds_left < RETRY_SECONDS:
+                if isinstance(error, FillTimeout) or self._seconds_left < RETRY_SECONDS:
+                    raise self._too_late(error.details.get("path") or str(error)) from error
+                if error.details.get("final"):
                     raise
                 _log.warning("fill: %s; trying again", error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -112,10 +115,7 @@ class BringUp:
             async with asyncio.timeout(self._seconds_left):
                 return await self._files()
         except TimeoutError:
-            seconds = self._instance.config.deadline_seconds
-            raise FillTimeout(
-                f"no model was offered within {seconds:g} s", field="deadline"
-            ) from None
+            raise self._too_late(f"no model was offered; {self._last_note}") from None
 
     async def _files(self) -> dict[str, bytes]:
         """Reads the folder's small files, or takes those of an instance that offers a model."""
@@ -133,6 +133,10 @@ class BringUp:
             except RelayUnreachable as error:
                 self._note(FillProgress(phase="matching", note=str(error)))
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _too_late(self, reason: str) -> FillTimeout:
+        seconds = self._instance.config.deadline_seconds
+        return FillTimeout(f"not filled within {seconds:g} s of its start: {reason}")
 
     def _note(self, progress: FillProgress) -> None:
         """Logs what a fill waits for, once, and lets the status say it."""

@@ -16,7 +16,13 @@ import time
 from engine_service.core.instance import Instance
 from engine_service.core.messages import CheckProbe, Commit, Done
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
-from engine_service.errors import ArenaError, EngineError, FillFailed, WrongState
+from engine_service.errors import (
+    ArenaError,
+    EngineError,
+    FillFailed,
+    RelayUnreachable,
+    WrongState,
+)
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.pull_report import PullOptions
@@ -46,12 +52,22 @@ class Filler:
             )  # fmt: skip
         async with self._filling:
             on_progress(FillProgress(phase="attaching"))
-            link = await instance.attach(relay)
+            if instance.link and instance.link.address != relay:
+                await instance.leave_relay()  # an earlier pull named another one
+            link = await self._attach(relay)
             report = await self._land(link, options, on_progress)
             await instance.capture()
             # A caller who leaves now cannot stop what has begun to serve.
             await asyncio.shield(asyncio.ensure_future(self._commit(link, report, on_progress)))
             return report
+
+    async def _attach(self, relay: str) -> RelayLink:
+        try:
+            return await self._instance.attach(relay)
+        except RelayUnreachable:
+            if relay != self._instance.config.relay:
+                await self._instance.leave_relay()
+            raise
 
     async def _land(
         self, link: RelayLink, options: PullOptions, on_progress: OnProgress

@@ -145,11 +145,15 @@ class Instance:
             with self.phases.measure("attach"):
                 await link.attach(self.describe, self.ranks.descriptors)
         except ConfigError:
-            # Denied for good; another relay may still be named.
-            await link.close()
-            self.link = None
+            await self.leave_relay()  # denied for good; another one may still be named
             raise
         return link
+
+    async def leave_relay(self) -> None:
+        """Lets go of the relay."""
+        if self.link:
+            link, self.link = self.link, None
+            await link.close()
 
     async def tell_relay(self) -> None:
         """Tells the relay, if there is one, how the instance changed."""

@@ -96,7 +96,11 @@ class GrpcRelayLink:
                 return
             now = self._describe()
             message = Update(
-                state=now.state, weights=now.weights, manifests=now.manifests, probe=now.probe
+                model=now.model,
+                state=now.state,
+                weights=now.weights,
+                manifests=now.manifests,
+                probe=now.probe,
             )
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):

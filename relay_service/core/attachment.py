@@ -48,6 +48,8 @@ class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     state: State
     weights: Weights
+    model: str = ""
+    """Empty when it's called as before."""
     manifests: tuple[Manifest, ...] = ()
     """Empty when they are as before."""
     probe: bytes = b""

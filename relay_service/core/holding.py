@@ -36,6 +36,7 @@ class Holding:
         self._reads = 0
         self._lock = threading.Lock()
         self.attach = attach
+        self.model = attach.model
         self.state = State.STARTING
         self.weights = attach.weights
         self.manifests = list(attach.manifests)
@@ -44,7 +45,14 @@ class Holding:
         self.detached = False
         try:
             self._check_attach()
-            self.apply(Update(state=attach.state, weights=attach.weights, probe=attach.probe))
+            self.apply(
+                Update(
+                    model=attach.model,
+                    state=attach.state,
+                    weights=attach.weights,
+                    probe=attach.probe,
+                )
+            )
         except BaseException:
             self.detached = True
             self.close()
@@ -67,7 +75,7 @@ class Holding:
     def record(self, address: str, leases: int) -> Instance:
         """Describes the holding as it is announced."""
         return Instance(
-            instance=self.name, generation=self.generation, model=self.attach.model,
+            instance=self.name, generation=self.generation, model=self.model,
             state=self.state, format=self.attach.format, placement=self.attach.placement,
             weights=self.weights, address=address, leases=leases,
             ranks=tuple(self._rank_blocks(rank) for rank in range(len(self.manifests))),
@@ -94,6 +102,7 @@ class Holding:
             self.receivers = []
         self.manifests, self.probe = manifests, update.probe or self.probe
         self.state, self.weights = update.state, update.weights
+        self.model = update.model or self.model
 
     def open_receivers(self) -> list[Receiver]:
         """Maps the arenas for writing and returns their receivers, one per rank.

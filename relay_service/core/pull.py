@@ -211,7 +211,7 @@ class Puller:
         self.report.phase = "done"
 
     def _story(self) -> str:
-        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'in use'}"
+        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
                  for s in self.report.path]  # fmt: skip
         return "; ".join(steps) or self.report.note or "no source was found"
 

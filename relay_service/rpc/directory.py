@@ -32,7 +32,8 @@ class DirectoryFleet:
         self.address = address
         self.generation = generation
         self.directory = directory
-        self.directory_reachable = False
+        self.directory_reachable: bool | None = None
+        """None until the first announcement."""
         self._registry = registry
         self._own = own
         self._client = RelayClient(directory, credentials) if directory else None
@@ -70,7 +71,7 @@ class DirectoryFleet:
         try:
             await self._client.announce(self.address, self.generation, instances)
         except ClientError as error:
-            if self.directory_reachable:
+            if self.directory_reachable is not False:
                 _log.warning("directory %s: %s", self.directory, error)
             self.directory_reachable = False
         else:

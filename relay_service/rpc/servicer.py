@@ -97,7 +97,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
             address=self._fleet.address,
             relay_generation=self._fleet.generation,
             directory=self._fleet.directory,
-            directory_reachable=self._fleet.directory_reachable,
+            directory_reachable=bool(self._fleet.directory_reachable),
             instances=[convert.instance_to_proto(i) for i in await self._fleet.instances()],
             transfers=[
                 relay_pb2.Transfer(

@@ -308,7 +308,7 @@ async def test_a_timeout_names_the_path():
     first.fails_after, first.error = 1, SourceFailed("it died")
     second.fails_after, second.stalls = 2, True
     filling = Pull(first, second, timeout_seconds=0.2)
-    with pytest.raises(PullTimeout, match=r"a \(fake\): it died; b \(fake\): in use") as over:
+    with pytest.raises(PullTimeout, match=r"a \(fake\): it died; b \(fake\): not done") as over:
         await filling.run()
     assert "it died" in over.value.details["path"]
     assert second.leases == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from stage import (
     DUMMY,
+    READY,
     Fleet,
     Stage,
     answer,
@@ -158,3 +159,24 @@ async def _pull(
 ) -> weights_pb2.PullReport:
     *_, last = [message async for message in client.pull(relay, options)]
     return last.report
+
+
+async def test_a_wrong_relay_does_not_spoil_a_dummy(
+    stage: Stage, fleet: Fleet, model: Path
+) -> None:
+    """After a pull through a relay that isn't one the dummy is filled through the right one."""
+    target = stage.engine(model, "--load-format", "dummy")
+    await reach(target, DUMMY)
+    for wrong in (fleet.seed.address, "127.0.0.1:1"):
+        refused = await asyncio.to_thread(
+            seedrelay, "pull", "--engine", target.address, "--relay", wrong, "--json"
+        )
+        assert refused.status == 1
+        assert wrong in refused.err
+    pulled = await asyncio.to_thread(
+        seedrelay, "pull", "--engine", target.address, "--relay", fleet.relay.address,
+        "--from", "tiny", "--json",
+    )  # fmt: skip
+    assert pulled.status == 0, pulled.err
+    assert pulled.json()["model"] == "tiny"
+    assert (await status_of(target)).state == READY
