@@ -33,6 +33,7 @@ class DirectoryFleet:
         self.generation = generation
         self.directory = directory
         self.directory_reachable = False
+        self._tried = False
         self._registry = registry
         self._own = own
         self._client = RelayClient(directory, credentials) if directory else None
@@ -70,13 +71,14 @@ class DirectoryFleet:
         try:
             await self._client.announce(self.address, self.generation, instances)
         except ClientError as error:
-            if self.directory_reachable:
+            if self.directory_reachable or not self._tried:
                 _log.warning("directory %s: %s", self.directory, error)
             self.directory_reachable = False
         else:
             if not self.directory_reachable:
                 _log.info("announced to directory %s", self.directory)
             self.directory_reachable = True
+        self._tried = True
 
     async def _ask_directory(self) -> list[Instance]:
         if not self._client:

@@ -76,17 +76,20 @@ class ShmSession:
                 await limit.take(len(batch) * BLOCK_BYTES)
                 await self._egress.take(len(batch) * BLOCK_BYTES)
                 self._holdings.leases.use(self._lease.lease)
-                await in_thread(partial(self._copy, rank, batch, land))
+                copied = await in_thread(partial(self._copy, rank, batch, land))
+                self._holdings.leases.served(self._lease, ShmTransport.name, copied)
         except BaseException:
             batches.clear()  # the other thread need not go on for nothing
             raise
 
-    def _copy(self, rank: int, batch: Sequence[int], land: Land) -> None:
-        manifest = self._holding.manifest(rank)
+    def _copy(self, rank: int, batch: Sequence[int], land: Land) -> int:
+        manifest, copied = self._holding.manifest(rank), 0
         for index in batch:
             block = manifest.block(index)
             with self._holding.reading(rank, self._lease.epoch) as arena:
                 land(index, arena.view(block.offset, block.nbytes))
+            copied += block.nbytes
+        return copied
 
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded."""
