@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 from collections.abc import Coroutine
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from clients.cli_run import refuse, say_error
 from clients.cli_security import with_security
+from relay_service.core import logs
 from relay_service.core.security import Security
 
+
+class LogFormats(StrEnum):
+    """What lines on stderr look like."""
+
+    text = "text"
+    json = "json"
+
+
 Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
+LogFormat = Annotated[LogFormats, typer.Option(help="Lines on stderr for people, or JSON.")]
+Metrics = Annotated[
+    str, typer.Option("--metrics-listen", help="HOST:PORT for Prometheus; none unless named.")
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Listen beyond loopback also without TLS and tokens.")
 ]
@@ -48,6 +60,8 @@ def engine(
     max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
     grace: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30,
+    metrics_listen: Metrics = "",
+    log_format: LogFormat = LogFormats.text,
     insecure: Insecure = False,
     security: Security,
 ) -> None:
@@ -66,10 +80,11 @@ def engine(
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
-            security=replace(security, insecure=insecure),
+            security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
+    logs.set_up(log_format, config.name)
     _serve(serve(config), EngineError)
 
 
@@ -81,6 +96,8 @@ def relay(
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[str, typer.Option(help="Such as 250MiB/s, for all readers.")] = "",
     grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.")] = 10,
+    metrics_listen: Metrics = "",
+    log_format: LogFormat = LogFormats.text,
     insecure: Insecure = False,
     security: Security,
 ) -> None:
@@ -94,19 +111,15 @@ def relay(
         config = RelayConfig(
             listen=listen, join=join, advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
-            security=replace(security, insecure=insecure),
+            security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
+    logs.set_up(log_format)
     _serve(serve(config), RelayError)
 
 
 def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
     try:
         asyncio.run(service)
     except failures as error:
