@@ -203,6 +203,17 @@ async def test_only_for_our_certificates(tmp_path):
     assert await fetched(f"https://{address}/metrics", context=context) == b""
     with pytest.raises(OSError):  # noqa: PT011
         await fetched(f"http://{address}/metrics")
+    authority.issue("service", expired=True)
+    with pytest.raises(OSError, match="expired"):
+        await fetched(f"https://{address}/metrics", context=context)
+    authority.issue("service")
+    assert await fetched(f"https://{address}/metrics", context=context) == b""
+    # With another CA for both, a scraper of the old one is a stranger.
+    renewed = Authority(tmp_path)
+    renewed.issue("service")
+    context.load_verify_locations(person.tls_ca)
+    with pytest.raises(OSError):  # noqa: PT011
+        await fetched(f"https://{address}/metrics", context=context)
     await server.stop()
 
 
