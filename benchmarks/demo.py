@@ -212,8 +212,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         ("weight bytes that the target read from disk",
          report["target_weight_bytes_read_from_disk"]),
     ):  # fmt: skip
-        shown = {True: "[green]yes[/]", False: "[red]NO[/]"}.get(value, str(value))
-        table.add_row(name, shown)
+        verdict = "[green]yes[/]" if value else "[red]NO[/]"
+        table.add_row(name, verdict if isinstance(value, bool) else str(value))
     console.print(table)
 
 

@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine_service.checkpoint.writer import Progress
@@ -41,14 +41,22 @@ def _lock(partial: Path, progress: Progress) -> int:
     the lock is on that one, and the next round makes a new one.
     """
     while True:
-        partial.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileExistsError, FileNotFoundError):
+            if partial.is_file():
+                raise
+            continue  # it went away in between
+        try:
             _wait(descriptor, progress)
-            if _is_at(descriptor, partial):
-                os.set_inheritable(descriptor, True)
-                return descriptor
+        except BaseException:
             os.close(descriptor)
+            raise
+        if _is_at(descriptor, partial):
+            os.set_inheritable(descriptor, True)
+            return descriptor
+        os.close(descriptor)
 
 
 def _wait(descriptor: int, progress: Progress) -> None:
@@ -61,5 +69,8 @@ def _wait(descriptor: int, progress: Progress) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names the open directory."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    """Whether `path` still names the open directory; it may go away at any moment."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

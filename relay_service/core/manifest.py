@@ -6,7 +6,6 @@ begins `HEADER_BYTES` into the allocation.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
 
@@ -111,20 +110,30 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         parts = [part for unit in self.units for part in (unit.name.encode(), unit.digest)]
         return _root(b"rank", parts).hex()
 
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        for number, unit in enumerate(self.units):
+            for start in range(0, unit.nbytes, BLOCK_BYTES):
+                size = min(BLOCK_BYTES, unit.nbytes - start)
+                blocks.append(Block(len(blocks), unit.offset + start, size, number))
+        return blocks
+
+    @cached_property
+    def _digests(self) -> list[bytes]:
+        return [
+            digest for unit in self.units for digest in unit.digests or (b"",) * unit.block_count
+        ]
+
     def block(self, index: int) -> Block:
         """Returns the block with a flat index. Raises `IndexError` beyond the last one."""
-        if not 0 <= index < self.block_count:
+        if index < 0:
             raise IndexError(index)
-        number = bisect_right(self._first_blocks, index) - 1
-        unit, within = self.units[number], index - self._first_blocks[number]
-        start = within * BLOCK_BYTES
-        size = min(BLOCK_BYTES, unit.nbytes - start)
-        return Block(index, unit.offset + start, size, number)
+        return self._blocks[index]
 
     def block_digest(self, index: int) -> bytes:
-        """Returns the expected digest of a block of a verified unit."""
-        number = self.block(index).unit
-        return self.units[number].digests[index - self._first_blocks[number]]
+        """Returns the expected digest of a block; empty where its unit isn't verified."""
+        return self._digests[index]
 
     def tensor_at(self, index: int) -> str:
         """Names the first tensor that has bytes in a block."""

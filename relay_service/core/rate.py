@@ -17,8 +17,11 @@ class TokenBucket:
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks to take at a time: few when limited, so that the flow is even."""
-        return 1 if self.bytes_per_second else 32
+        """Blocks to take at a time: few when limited, so that the flow is even.
+
+        Many otherwise: each hop between threads costs as much as a block or two.
+        """
+        return 1 if self.bytes_per_second else 256
 
     async def take(self, nbytes: int) -> None:
         """Waits until `nbytes` may pass. Takers are let through in their order."""

@@ -124,6 +124,9 @@ class HostArena:
         self.size = size
         self.data_bytes = data_bytes
         self.writable = writable
+        raw = (ctypes.c_char * max(data_bytes, 1)).from_address(self.address)
+        data = memoryview(raw).cast("B")
+        self._data = data if writable else data.toreadonly()
         # Asked for, not required: `page_kind` reports what the host gave.
         _libc.madvise(mapped, size, _MADV_HUGEPAGE)
 
@@ -141,9 +144,7 @@ class HostArena:
         """Returns a view of the data. It must not be used after `close`."""
         if self.closed or offset < 0 or offset + nbytes > self.data_bytes:
             raise IndexError(f"{nbytes} bytes at {offset} of {self.data_bytes}")
-        raw = (ctypes.c_char * nbytes).from_address(self.address + offset)
-        view = memoryview(raw).cast("B")
-        return view if self.writable else view.toreadonly()
+        return self._data[offset : offset + nbytes]
 
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
         """Copies a block into the arena and digests what landed, while it is in cache."""

@@ -64,27 +64,30 @@ class ShmSession:
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Copies blocks, in batches and on threads of their own."""
-        batches = _batches(blocks, min(limit.batch_blocks, self._egress.batch_blocks))
-        await together(*(self._copy_all(rank, batches, land, limit) for _ in range(_THREADS)))
+        todo = deque(blocks)
+        await together(*(self._copy_all(rank, todo, land, limit) for _ in range(_THREADS)))
 
-    async def _copy_all(
-        self, rank: int, batches: deque[Sequence[int]], land: Land, limit: TokenBucket
-    ) -> None:
+    async def _copy_all(self, rank: int, todo: deque[int], land: Land, limit: TokenBucket) -> None:
+        batch = min(limit.batch_blocks, self._egress.batch_blocks)
         try:
-            while batches:
-                batch = batches.popleft()
-                await limit.take(len(batch) * BLOCK_BYTES)
-                await self._egress.take(len(batch) * BLOCK_BYTES)
+            while todo:
+                nbytes = min(batch, len(todo)) * BLOCK_BYTES
+                await limit.take(nbytes)
+                await self._egress.take(nbytes)
                 self._holdings.leases.use(self._lease.lease)
-                copied = await in_thread(partial(self._copy, rank, batch, land))
+                copied = await in_thread(partial(self._copy, rank, todo, batch, land))
                 self._holdings.leases.served(self._lease, ShmTransport.name, copied)
         except BaseException:
-            batches.clear()  # the other thread need not go on for nothing
+            todo.clear()  # the other thread need not go on for nothing
             raise
 
-    def _copy(self, rank: int, batch: Sequence[int], land: Land) -> int:
+    def _copy(self, rank: int, todo: deque[int], batch: int, land: Land) -> int:
         manifest, copied = self._holding.manifest(rank), 0
-        for index in batch:
+        for _ in range(batch):
+            try:
+                index = todo.popleft()
+            except IndexError:  # the other thread has taken the last one
+                break
             block = manifest.block(index)
             with self._holding.reading(rank, self._lease.epoch) as arena:
                 land(index, arena.view(block.offset, block.nbytes))
@@ -98,7 +101,3 @@ class ShmSession:
     async def close(self) -> None:
         """Gives the lease back."""
         self._holdings.leases.release(self._lease.lease)
-
-
-def _batches(blocks: Sequence[int], size: int) -> deque[Sequence[int]]:
-    return deque(blocks[start : start + size] for start in range(0, len(blocks), size))
