@@ -162,11 +162,6 @@ def sources(
     run(show(), as_json=json_)
 
 
-def main() -> None:
-    """Runs the command line."""
-    app()
-
-
 async def _target(address: str, credentials: Credentials) -> Target:
     if not address:
         return Target()

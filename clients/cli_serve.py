@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from clients.cli_run import refuse, say_error
 from clients.cli_security import with_security
+from relay_service.core import logs
 from relay_service.core.security import Security
+
+
+class LogFormats(StrEnum):
+    """What lines on stderr look like."""
+
+    text = "text"
+    json = "json"
+
 
 _TUNABLES = (
     # Copies of a block go past the cache, as that of a whole arena would anyway.
@@ -24,6 +33,10 @@ _TUNABLES = (
 )
 
 Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
+LogFormat = Annotated[LogFormats, typer.Option(help="Lines on stderr for people, or JSON.")]
+Metrics = Annotated[
+    str, typer.Option("--metrics-listen", help="HOST:PORT for Prometheus; none unless named.")
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Listen beyond loopback also without TLS and tokens.")
 ]
@@ -60,6 +73,8 @@ def engine(
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests at SIGTERM.", min=0)
     ] = 30,
+    metrics_listen: Metrics = "",
+    log_format: LogFormat = LogFormats.text,
     insecure: Insecure = False,
     security: Security,
 ) -> None:
@@ -78,10 +93,11 @@ def engine(
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
-            security=replace(security, insecure=insecure),
+            security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
+    logs.set_up(log_format, config.name)
     _serve(serve(config), EngineError)
 
 
@@ -95,6 +111,8 @@ def relay(
         str, typer.Option(help="Such as 250MiB/s, for all readers; 0 for no limit.")
     ] = "",
     grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.", min=0)] = 10,
+    metrics_listen: Metrics = "",
+    log_format: LogFormat = LogFormats.text,
     insecure: Insecure = False,
     security: Security,
 ) -> None:
@@ -109,10 +127,11 @@ def relay(
         config = RelayConfig(
             listen=listen, join=join, advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
-            security=replace(security, insecure=insecure),
+            security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
+    logs.set_up(log_format)
     _serve(serve(config), RelayError)
 
 
@@ -128,11 +147,6 @@ def _tune_libc() -> None:
 
 
 def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
     try:
         asyncio.run(service)
     except failures as error:

@@ -41,6 +41,7 @@ class Service:
         line = self._first_line()
         self.address: str = line["address"]
         self.instance: str = line["instance"]
+        self.metrics_address: str = line.get("metrics_address", "")
 
     def __enter__(self) -> Self:
         return self

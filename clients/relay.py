@@ -13,6 +13,7 @@ from clients.channel import open_channel
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from relay_service.core.instance import Instance
+from relay_service.core.logs import transfer_id
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Match, Target
 from relay_service.rpc import convert
@@ -115,7 +116,7 @@ class RelayClient:
         """Takes a lease on a source's weights; returns it and the source's probe."""
         request = relay_pb2.AcquireLeaseRequest(
             instance=source.instance, generation=source.generation, epoch=source.weights.epoch,
-            weights_digest=source.weights.digest, holder=holder,
+            weights_digest=source.weights.digest, holder=holder, transfer=transfer_id.get(),
         )  # fmt: skip
         response = await self._unary(self._stub.AcquireLease(request, timeout=CALL_SECONDS))
         return response.lease, response.probe

@@ -23,10 +23,12 @@ from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.errors import EngineError
 from engine_service.rpc import server as rpc
+from engine_service.rpc.metrics import EngineCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
 from relay_service.core.process import announce_listening, stop_on_signals
+from relay_service.rpc.metrics_server import MetricsServer
 from seedrelay.v1 import engine_pb2_grpc
 
 FAILED_LINGER_SECONDS = 3.0
@@ -44,12 +46,18 @@ async def serve(config: EngineConfig) -> None:
     credentials = rpc.credentials(config.security)
     server = rpc.new_server(credentials)
     address = rpc.bind(server, config.listen, credentials)
+    metrics = MetricsServer(config.metrics_listen, config.security)
+    with rpc.own_errors():
+        metrics_address = await metrics.start()
     instance = await _build(config, credentials)
+    metrics.show(EngineCollector(instance))
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
     health = rpc.add_standard_services(server)
     await server.start()
-    announce_listening("engine", instance.identity.name, config.advertise or address)
+    announce_listening(
+        "engine", instance.identity.name, config.advertise or address, metrics_address
+    )
     tasks = [
         asyncio.create_task(rpc.follow(instance.lifecycle, health)),
         asyncio.create_task(_fail_on_death(instance)),
@@ -66,6 +74,7 @@ async def serve(config: EngineConfig) -> None:
         await instance.close()
         failed = instance.lifecycle.reason
         instance.lifecycle.to(State.STOPPED, failed)
+        await metrics.stop()
         await server.stop(1.0)
         tasks[0].cancel()
     if failed:

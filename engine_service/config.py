@@ -62,6 +62,8 @@ class EngineConfig:
     """Most requests that wait."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
+    metrics_listen: str = ""
+    """Address to serve metrics on, `HOST:PORT`; empty for none."""
     security: Security = field(default_factory=Security)
     """TLS and tokens; beyond loopback both, or the word that it may go without."""
 
@@ -69,6 +71,8 @@ class EngineConfig:
         """Raises `ConfigError` for a setting that cannot work."""
         try:
             self.security.check_listen(self.listen)
+            if self.metrics_listen:
+                self.security.check_listen(self.metrics_listen)
         except relay_errors.ConfigError as error:
             raise ConfigError.of(error) from error
         _one_of("load_format", self.load_format, ("disk", "dummy"))

@@ -17,6 +17,8 @@ from relay_service.core.transfers import Transfers
 from relay_service.memory.host import HostArena
 from relay_service.rpc import server as rpc
 from relay_service.rpc.directory import DirectoryFleet
+from relay_service.rpc.metrics import RelayCollector
+from relay_service.rpc.metrics_server import MetricsServer
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports.grpc_stream import BlockServicer, GrpcTransport
 from relay_service.transports.shm import ShmTransport
@@ -51,12 +53,16 @@ class Relay:
             RelayServicer(self.holdings, registry, self._fleet, self.transfers, str(path)),
             self._server,
         )
+        self._metrics = MetricsServer(config.metrics_listen, config.security)
+        self._metrics.show(RelayCollector(self.holdings, self.transfers, self._fleet))
+        self.metrics_address = ""
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Takes attachments and calls, and announces itself."""
         self._health = await rpc.add_standard_services(self._server)
         await self._attach_server.start()
+        self.metrics_address = await self._metrics.start()
         await self._server.start()
         self._background = [
             asyncio.create_task(self._fleet.keep_announced()),
@@ -73,6 +79,7 @@ class Relay:
         """Says goodbye, lets running calls finish for a while, lets go of everything."""
         await self._health.enter_graceful_shutdown()
         await self._attach_server.close()
+        await self._metrics.stop()
         for task in self._background:
             task.cancel()
         await asyncio.wait(self._background)
@@ -85,7 +92,7 @@ async def serve(config: RelayConfig) -> None:
     stopping = stop_on_signals()
     relay = Relay(config)
     await relay.start()
-    announce_listening("relay", "", relay.address)
+    announce_listening("relay", "", relay.address, relay.metrics_address)
     waits = [asyncio.create_task(stopping.wait()), asyncio.create_task(relay.failed())]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

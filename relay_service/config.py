@@ -24,12 +24,16 @@ class RelayConfig:
     """Most bytes per second that this relay's sources give away; 0 for no limit."""
     grace_seconds: float = 10.0
     """Time that running calls get at SIGTERM."""
+    metrics_listen: str = ""
+    """Address to serve metrics on, `HOST:PORT`; empty for none."""
     security: Security = field(default_factory=Security)
     """TLS and tokens; beyond loopback both, or the word that it may go without."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a setting that cannot work."""
         self.security.check_listen(self.listen)
+        if self.metrics_listen:
+            self.security.check_listen(self.metrics_listen)
 
 
 def socket_path(address: str) -> Path:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 
+from engine_service.core.fill_log import FillLog
 from engine_service.core.instance import Instance
 from engine_service.core.messages import CheckProbe, Commit, Done
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
@@ -51,15 +52,25 @@ class Filler:
                 field="state", expected="DUMMY", found=str(instance.lifecycle.state),
             )  # fmt: skip
         async with self._filling:
-            on_progress(FillProgress(phase="attaching"))
-            if instance.link and instance.link.address != relay:
-                await instance.leave_relay()  # an earlier pull named another one
-            link = await self._attach(relay)
-            report = await self._land(link, options, on_progress)
-            await instance.capture()
-            # A caller who leaves now cannot stop what has begun to serve.
-            await asyncio.shield(asyncio.ensure_future(self._commit(link, report, on_progress)))
+            log = FillLog(instance.identity.name, relay, on_progress)
+            try:
+                report = await self._fill(relay, options, log)
+            except BaseException as error:
+                log.failed(error)
+                raise
+            log.done(report)
             return report
+
+    async def _fill(self, relay: str, options: PullOptions, on_progress: OnProgress) -> FillReport:
+        on_progress(FillProgress(phase="attaching"))
+        if self._instance.link and self._instance.link.address != relay:
+            await self._instance.leave_relay()  # an earlier pull named another one
+        link = await self._attach(relay)
+        report = await self._land(link, options, on_progress)
+        await self._instance.capture()
+        # A caller who leaves now cannot stop what has begun to serve.
+        await asyncio.shield(asyncio.ensure_future(self._commit(link, report, on_progress)))
+        return report
 
     async def _attach(self, relay: str) -> RelayLink:
         try:

@@ -30,6 +30,7 @@ class FillProgress:
     bytes_verified: int = 0
     bytes_total: int = 0
     note: str = ""
+    transfer: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

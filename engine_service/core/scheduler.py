@@ -5,7 +5,7 @@ It decides and never runs; the runner runs and never decides.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from engine_service.core.blocks import BlockPool
@@ -35,6 +35,9 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.generated_tokens = 0
+        self.finished: Counter[Finish] = Counter()
+        """Requests that have ended, by reason."""
 
     def add(self, request: GenerationRequest) -> Sequence:
         """Queues a request.
@@ -77,6 +80,7 @@ class Scheduler:
                 continue
             sequence.cached = sequence.length
             sequence.output.append(token)
+            self.generated_tokens += 1
             finish = self._ends(sequence, token)
             sequence.events.put_nowait(TokenEvent(token, weights, finish))
             if finish:
@@ -84,7 +88,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, finish: Finish) -> None:
         """Takes a sequence out, wherever it is, and frees its KV. Twice is harmless."""
-        sequence.finish = sequence.finish or finish
+        if sequence.finish is None:
+            sequence.finish = finish
+            self.finished[finish] += 1
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:

@@ -16,6 +16,7 @@ from engine_service.core.tokenizer import TextCodec
 from engine_service.core.versions import Span
 from engine_service.errors import InvalidRequest
 from relay_service.core.instance import State
+from relay_service.core.logs import clean_transfer
 from relay_service.core.manifest import weights_digest
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.memory.host import is_sealed
@@ -142,6 +143,7 @@ def progress_from_proto(message: weights_pb2.PullProgress) -> FillProgress:
         phase=message.phase, source_instance=message.source_instance,
         transport=message.transport, bytes_verified=message.bytes_verified,
         bytes_total=message.bytes_total, note=message.note,
+        transfer=clean_transfer(message.transfer),
     )  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def progress_to_proto(progress: FillProgress) -> weights_pb2.PullProgress:
     return weights_pb2.PullProgress(
         phase=progress.phase, source_instance=progress.source_instance,
         transport=progress.transport, bytes_verified=progress.bytes_verified,
-        bytes_total=progress.bytes_total, note=progress.note,
+        bytes_total=progress.bytes_total, note=progress.note, transfer=progress.transfer,
     )  # fmt: skip
 
 

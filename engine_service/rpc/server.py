@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -25,12 +28,19 @@ SCOPES = {
 """Scopes of which a caller of each method needs one, where there are tokens."""
 
 
-def credentials(security: Security) -> Credentials:
-    """Reads certificates and tokens. Raises `ConfigError` for some that cannot be used."""
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Makes our own `ConfigError` of the one that shared code raises."""
     try:
-        return Credentials(security, "relay")
+        yield
     except relay_errors.ConfigError as error:
         raise ConfigError.of(error) from error
+
+
+def credentials(security: Security) -> Credentials:
+    """Reads certificates and tokens. Raises `ConfigError` for some that cannot be used."""
+    with own_errors():
+        return Credentials(security, "relay")
 
 
 def new_server(credentials: Credentials = NOTHING) -> grpc.aio.Server:
@@ -40,10 +50,8 @@ def new_server(credentials: Credentials = NOTHING) -> grpc.aio.Server:
 
 def bind(server: grpc.aio.Server, listen: str, credentials: Credentials = NOTHING) -> str:
     """Binds and returns the real address. Raises `ConfigError` when it's taken."""
-    try:
+    with own_errors():
         return guard.bind(server, listen, credentials)
-    except relay_errors.ConfigError as error:
-        raise ConfigError.of(error) from error
 
 
 def add_standard_services(server: grpc.aio.Server) -> health.aio.HealthServicer:

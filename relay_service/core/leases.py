@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from relay_service.core.logs import fields, transfer_id
 from relay_service.errors import LeaseEnded
 
 LEASE_SECONDS = 30.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,6 +27,10 @@ class Lease:
     generation: str
     epoch: int
     expires_at: float
+    transfer: str
+    """Transfer that it is for, as its reader calls it."""
+    began_at: float
+    bytes_served: int = 0
 
 
 class LeaseTable:
@@ -31,14 +39,19 @@ class LeaseTable:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._leases: dict[str, Lease] = {}
+        self.bytes_served: Counter[str] = Counter()
+        """Bytes read under all leases so far, by transport."""
 
     def acquire(self, instance: str, generation: str, epoch: int, holder: str) -> Lease:
         """Grants a lease."""
+        now = self._clock()
         lease = Lease(
             secrets.token_urlsafe(18), holder, instance, generation, epoch,
-            self._clock() + LEASE_SECONDS,
+            now + LEASE_SECONDS, transfer_id.get(), now,
         )  # fmt: skip
         self._leases[lease.lease] = lease
+        said = fields(instance=instance, transfer=lease.transfer, holder=holder, epoch=epoch)
+        _log.info("lease acquired", extra=said)
         return lease
 
     def use(self, lease: str) -> Lease:
@@ -51,17 +64,22 @@ class LeaseTable:
 
     def release(self, lease: str) -> None:
         """Ends a lease. Ending it twice is harmless."""
-        self._leases.pop(lease, None)
+        self._end([lease], "released")
 
     def expire(self) -> None:
         """Drops every lease that was not used in time."""
         now = self._clock()
-        self._leases = {k: v for k, v in self._leases.items() if v.expires_at > now}
+        self._end([k for k, v in self._leases.items() if v.expires_at <= now], "expired")
 
     def end_all(self, instance: str, generation: str) -> None:
         """Ends every lease on one life of an instance."""
-        kept = {k: v for k, v in self._leases.items() if not _is_on(v, instance, generation)}
-        self._leases = kept
+        on = [k for k, v in self._leases.items() if _is_on(v, instance, generation)]
+        self._end(on, "ended with its instance")
+
+    def served(self, lease: Lease, transport: str, nbytes: int) -> None:
+        """Books bytes that were read under a lease."""
+        lease.bytes_served += nbytes
+        self.bytes_served[transport] += nbytes
 
     def count(self, instance: str = "", generation: str = "") -> int:
         """Counts the live leases, of all instances or of one life of one."""
@@ -69,6 +87,14 @@ class LeaseTable:
         return sum(
             1 for v in self._leases.values() if not instance or _is_on(v, instance, generation)
         )
+
+    def _end(self, leases: Iterable[str], how: str) -> None:
+        for lease in filter(None, [self._leases.pop(lease, None) for lease in leases]):
+            said = fields(
+                instance=lease.instance, transfer=lease.transfer, holder=lease.holder,
+                bytes=lease.bytes_served, seconds=round(self._clock() - lease.began_at, 3),
+            )  # fmt: skip
+            _log.info("lease %s", how, extra=said)
 
 
 def _is_on(lease: Lease, instance: str, generation: str) -> bool:

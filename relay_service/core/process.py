@@ -9,10 +9,14 @@ import os
 import signal
 
 
-def announce_listening(service: str, instance: str, address: str) -> None:
+def announce_listening(
+    service: str, instance: str, address: str, metrics_address: str = ""
+) -> None:
     """Prints the one line that a service says on stdout."""
     line = {"event": "listening", "service": service, "instance": instance,
             "address": address, "pid": os.getpid()}  # fmt: skip
+    if metrics_address:
+        line["metrics_address"] = metrics_address
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(line), flush=True)  # noqa: T201
 

@@ -73,10 +73,15 @@ class Puller:
                     pass
         except TimeoutError:
             raise PullTimeout(
-                f"not filled within {self._options.timeout_seconds:g} s: {self._story()}",
-                path=self._story(),
+                f"not filled within {self._options.timeout_seconds:g} s: {self.story()}",
+                path=self.story(),
             ) from None
         return self.report
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that came so far, good or not."""
+        return sum(receiver.bytes_moved for receiver in self.receivers)
 
     async def _next_source(self) -> Instance:
         """Waits for a source that fits and was not left. Raises when waiting is in vain."""
@@ -113,7 +118,7 @@ class Puller:
         if any(m.fits for m in wanted):
             raise self._exhausted()
         if self.report.path:
-            raise NoSource(f"no source is left: {self._story()}", path=self._story())
+            raise NoSource(f"no source is left: {self.story()}", path=self.story())
         complete = [m for m in wanted if m.instance.state.holds_weights]
         if complete:
             first = complete[0]
@@ -126,13 +131,13 @@ class Puller:
     def _exhausted(self) -> RelayError:
         last = self._last_error
         if isinstance(last, CorruptBlock | Refused):
-            last.details["path"] = self._story()
+            last.details["path"] = self.story()
             return last
-        return NoSource(f"no source is left: {self._story()}", path=self._story())
+        return NoSource(f"no source is left: {self.story()}", path=self.story())
 
     async def _drain(self, source: Instance) -> bool:
         """Reads what is missing from one source; returns whether the target is complete."""
-        step = PathStep(source.instance, source.address)
+        step = PathStep(source.instance, source.address, moved_before=self.bytes_moved)
         self.report.path.append(step)
         before = sum(r.bytes_verified for r in self.receivers)
         try:
@@ -210,7 +215,8 @@ class Puller:
         self.report.probe = probe
         self.report.phase = "done"
 
-    def _story(self) -> str:
+    def story(self) -> str:
+        """Tells which sources were tried, over what, and why each was left."""
         steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
                  for s in self.report.path]  # fmt: skip
         return "; ".join(steps) or self.report.note or "no source was found"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +29,8 @@ class PathStep:
     transport: str = ""
     bytes_verified: int = 0
     reason: str = ""
+    moved_before: int = 0
+    """Bytes that the pull had moved when it came to this source."""
 
 
 @dataclass
@@ -44,3 +47,12 @@ class PullReport:
     seconds_matching: float = 0.0
     seconds_transfer: float = 0.0
     probe: bytes = b""
+
+
+def bytes_by_transport(path: list[PathStep], bytes_moved: int) -> Counter[str]:
+    """Splits the bytes of a pull, so far, by the transport that they came over."""
+    moved: Counter[str] = Counter()
+    until = [*(step.moved_before for step in path[1:]), bytes_moved]
+    for step, end in zip(path, until, strict=bool(path)):
+        moved[step.transport] += end - step.moved_before
+    return moved

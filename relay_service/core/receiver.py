@@ -25,6 +25,10 @@ class Receiver:
         self.bytes_reread = 0
         self.bytes_verified = 0
         self.blocks_verified = 0
+        self.blocks_landed = 0
+        """Blocks that came and matched, whatever became of them."""
+        self.blocks_failed = 0
+        """Blocks that came and did not match their digest."""
         self._arena = arena
         self._expected: Manifest | None = None
         self.verified = list(verified or [b""] * layout.block_count)
@@ -87,7 +91,9 @@ class Receiver:
 
     def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool) -> None:
         self.bytes_moved += nbytes
+        self.blocks_landed += good
         if not good:
+            self.blocks_failed += 1
             self.bytes_reread += nbytes
             self._forget(index, nbytes)
         elif not self.verified[index]:

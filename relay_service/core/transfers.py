@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import time
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from relay_service.core.holding import Holding
+from relay_service.core.logs import fields, transfer_id
 from relay_service.core.match import Target
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions, PullReport
+from relay_service.core.tally import Tally
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -21,6 +28,28 @@ class Transfer:
     holding: Holding
     puller: Puller
     task: asyncio.Task[PullReport]
+    began_at: float
+
+    @property
+    def outcome(self) -> str:
+        """`complete`, `ended` by somebody, or the kind of error that ended it."""
+        if self.task.cancelled():
+            return "ended"
+        error = self.task.exception()
+        return type(error).__name__ if error else "complete"
+
+    def summary(self) -> dict[str, object]:
+        """Returns what its last line in the log says."""
+        path = self.puller.report.path
+        return {
+            "instance": self.holding.name,
+            "transfer": self.transfer,
+            "bytes": self.puller.bytes_moved,
+            "bytes_verified": sum(r.bytes_verified for r in self.puller.receivers),
+            "seconds": round(time.monotonic() - self.began_at, 3),
+            "transport": path[-1].transport if path else "",
+            "path": self.puller.story(),
+        }
 
 
 class Transfers:
@@ -30,6 +59,7 @@ class Transfers:
         self._fleet = fleet
         self._transports = transports
         self.running: list[Transfer] = []
+        self._ended_tally = Tally()
 
     def start(self, holding: Holding, options: PullOptions) -> Transfer:
         """Starts to fill a holding. Raises `WrongState` or `ConfigError` before a byte moves."""
@@ -38,11 +68,24 @@ class Transfers:
         Puller(target, [], self._fleet, self._transports, options)
         receivers = holding.open_receivers()
         puller = Puller(target, receivers, self._fleet, self._transports, options)
-        task = asyncio.get_running_loop().create_task(self._run(holding, puller))
-        transfer = Transfer(secrets.token_hex(6), holding, puller, task)
+        name, context = secrets.token_hex(6), copy_context()
+        context.run(transfer_id.set, name)
+        running = self._run(holding, puller)
+        task = asyncio.get_running_loop().create_task(running, context=context)
+        transfer = Transfer(name, holding, puller, task, time.monotonic())
         self.running.append(transfer)
         task.add_done_callback(lambda _: self._ended(transfer))
+        said = fields(
+            instance=holding.name, transfer=name, source=options.source_instance,
+            bytes_total=sum(receiver.total_bytes for receiver in receivers),
+            rate_limit_bytes_per_second=options.rate_limit_bytes_per_second,
+        )  # fmt: skip
+        _log.info("transfer started", extra=said)
         return transfer
+
+    def tally(self) -> Tally:
+        """Sums up every pull so far, those that run included."""
+        return self._ended_tally.with_running([t.puller for t in self.running])
 
     async def end(self, holding: Holding) -> None:
         """Ends the pull into a holding, if there is one, and waits for it."""
@@ -58,6 +101,10 @@ class Transfers:
 
     def _ended(self, transfer: Transfer) -> None:
         self.running.remove(transfer)
+        outcome = transfer.outcome
+        self._ended_tally.end(transfer.puller, outcome)
+        level = logging.INFO if outcome == "complete" else logging.WARNING
+        _log.log(level, "transfer ended: %s", outcome, extra=fields(**transfer.summary()))
         if transfer.task.cancelled() or transfer.task.exception():
             # Nothing writes any more; the engine may load from disk instead. Done here,
             # since a task that is cancelled before its first step runs none of its code.

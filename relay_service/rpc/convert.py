@@ -151,6 +151,7 @@ def progress_to_proto(transfer: Transfer) -> weights_pb2.PullProgress:
         bytes_verified=sum(r.bytes_verified for r in puller.receivers),
         bytes_total=sum(r.total_bytes for r in puller.receivers),
         note=report.note,
+        transfer=transfer.transfer,
     )
 
 

@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2
 
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
+from relay_service.core.logs import clean_transfer, transfer_id
 from relay_service.core.match import Target, match
 from relay_service.core.registry import EXPIRY_SECONDS, Registry
 from relay_service.core.transfers import Transfer, Transfers
@@ -136,6 +137,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
     ) -> relay_pb2.AcquireLeaseResponse:
         """Grants a lease."""
         del context
+        transfer_id.set(clean_transfer(request.transfer))  # a call has a context of its own
         lease = self._holdings.acquire(
             request.instance, request.generation, request.epoch, request.weights_digest,
             request.holder,

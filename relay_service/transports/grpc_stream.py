@@ -154,7 +154,9 @@ class BlockServicer:
         held, holding = self._holdings.leased(lease)
         block = holding.manifest(rank).block(index)
         with holding.reading(rank, held.epoch) as arena:
-            return encode_block(index, held.epoch, arena.view(block.offset, block.nbytes))
+            message = encode_block(index, held.epoch, arena.view(block.offset, block.nbytes))
+        self._holdings.leases.served(held, GrpcTransport.name, block.nbytes)
+        return message
 
 
 def _translated(error: grpc.aio.AioRpcError, source: Instance) -> RelayError:

@@ -75,21 +75,24 @@ class ShmSession:
                 await limit.take(nbytes)
                 await self._egress.take(nbytes)
                 self._holdings.leases.use(self._lease.lease)
-                await in_thread(partial(self._copy, rank, todo, batch, land))
+                copied = await in_thread(partial(self._copy, rank, todo, batch, land))
+                self._holdings.leases.served(self._lease, ShmTransport.name, copied)
         except BaseException:
             todo.clear()  # the other thread need not go on for nothing
             raise
 
-    def _copy(self, rank: int, todo: deque[int], batch: int, land: Land) -> None:
-        manifest = self._holding.manifest(rank)
+    def _copy(self, rank: int, todo: deque[int], batch: int, land: Land) -> int:
+        manifest, copied = self._holding.manifest(rank), 0
         for _ in range(batch):
             try:
                 index = todo.popleft()
             except IndexError:  # the other thread has taken the last one
-                return
+                break
             block = manifest.block(index)
             with self._holding.reading(rank, self._lease.epoch) as arena:
                 land(index, arena.view(block.offset, block.nbytes))
+            copied += block.nbytes
+        return copied
 
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import ssl
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 from certificates import TOKEN, Authority, Tokens
 from stage import Stage, seedrelay
 
+from clients.launch import Service
 from relay_service.core.security import Security
 
 PEOPLE, RELAYS = "token-of-somebody-who-asks", TOKEN
@@ -45,12 +49,13 @@ def test_a_secured_fleet(
     here = stage.relay(*flags(security), listen="0.0.0.0:0")
     port = here.address.rpartition(":")[2]
     here.stop()
-    here = stage.relay(*flags(security), "--advertise", f"127.0.0.1:{port}",
+    here = stage.relay(*flags(security), "--log-format", "json", "--advertise", f"127.0.0.1:{port}",
                        listen=f"0.0.0.0:{port}")  # fmt: skip
     here.address = f"127.0.0.1:{port}"
-    there = stage.relay(*flags(security), "--join", here.address)
+    telling = ["--log-format", "json", "--metrics-listen", "127.0.0.1:0"]
+    there = stage.relay(*flags(security), *telling, "--join", here.address)
     stage.engine(model, "--relay", here.address, "--instance-name", "seed", *flags(security))
-    target = stage.target(there, "--instance-name", "target", *flags(security))
+    target = stage.target(there, "--instance-name", "target", *telling, *flags(security))
     asking = Tokens(tmp_path / "asking").write(f"generate {PEOPLE}")
     person = dataclasses.replace(authority.issue("person"), token_file=asking)
     deadline = time.monotonic() + 60
@@ -70,8 +75,42 @@ def test_a_secured_fleet(
         "target": "READY",
     }
     assert seedrelay("status", there.address).status == 3
+    _check_metrics(there, target, person)
+    _check_story(here, there, target)
     logs = [service.log.read_text() for service in stage.services]
     assert not any(secret in log for log in logs for secret in (PEOPLE, RELAYS, "PRIVATE KEY"))
+
+
+def _check_metrics(there: Service, target: Service, person: Security) -> None:
+    """Both endpoints want a certificate, and tell of the fill and of the answer."""
+    context = ssl.create_default_context(cafile=person.tls_ca)
+    context.load_cert_chain(person.tls_cert, person.tls_key)
+    text = ""
+    for service in (there, target):
+        url = f"https://{service.metrics_address}/metrics"
+        with urllib.request.urlopen(url, timeout=10, context=context) as answer:
+            text += answer.read().decode()
+    assert 'seedrelay_relay_bytes_total{direction="received",transport="grpc"}' in text
+    assert 'seedrelay_relay_transfers_total{outcome="complete"} 1.0' in text
+    assert 'seedrelay_engine_state{seedrelay_engine_state="READY"} 1.0' in text
+    assert 'seedrelay_engine_requests_total{finish_reason="length"} 1.0' in text
+    assert 'seedrelay_engine_start_phase_seconds{phase="land"}' in text
+
+
+def _check_story(here: Service, there: Service, target: Service) -> None:
+    """The transfer has one name in all three logs, and each says once how it ended."""
+    ends = {here: "lease released", there: "transfer ended: complete",
+            target: "fill ended: ready with v0"}  # fmt: skip
+    told = []
+    for service, message in ends.items():
+        lines = [json.loads(line) for line in service.log.read_text().splitlines()]
+        assert all({"time", "level", "logger", "message", "instance"} <= set(x) for x in lines)
+        (line,) = [x for x in lines if x["message"] == message]
+        assert line["seconds"] > 0
+        told.append(line)
+    assert len({(line["transfer"], line["bytes"]) for line in told}) == 1
+    assert told[0]["transfer"]
+    assert told[1]["transport"] == told[2]["transport"] == "grpc"
 
 
 @pytest.mark.parametrize(

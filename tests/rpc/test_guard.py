@@ -48,6 +48,18 @@ def secured(authority: Authority, tokens: Tokens | None, name: str = "relay", **
     return dataclasses.replace(authority.issue(name, **changes), token_file=path)
 
 
+async def test_metadata_has_a_limit(fleet, tokens):
+    """Metadata beyond the limit is refused, and the connection goes on."""
+    relay = await fleet.relay(security=_tokens_only(tokens))
+    async with grpc.aio.insecure_channel(relay.address) as channel:
+        method = channel.unary_unary("/seedrelay.v1.RelayService/GetAttachment")
+        token = ("authorization", f"Bearer {TOKEN}")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await method(b"", metadata=(token, ("x", "y" * (20 << 10))))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await method(b"", metadata=(token,))
+
+
 def test_every_method_has_scopes():
     """The tables name every method of every service, nothing else, and no unknown scope."""
     for table, descriptor in (

@@ -173,18 +173,20 @@ class GetArtifactResponse(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class AcquireLeaseRequest(_message.Message):
-    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder")
+    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder", "transfer")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     epoch: int
     weights_digest: str
     holder: str
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
+    transfer: str
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
     __slots__ = ("lease", "expiry", "probe")

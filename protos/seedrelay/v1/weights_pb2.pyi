@@ -118,20 +118,22 @@ class PullOptions(_message.Message):
     def __init__(self, source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., rate_limit_bytes_per_second: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PullProgress(_message.Message):
-    __slots__ = ("phase", "source_instance", "transport", "bytes_verified", "bytes_total", "note")
+    __slots__ = ("phase", "source_instance", "transport", "bytes_verified", "bytes_total", "note", "transfer")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     phase: str
     source_instance: str
     transport: str
     bytes_verified: int
     bytes_total: int
     note: str
-    def __init__(self, phase: _Optional[str] = ..., source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
+    transfer: str
+    def __init__(self, phase: _Optional[str] = ..., source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class PathStep(_message.Message):
     __slots__ = ("source_instance", "address", "transport", "bytes_verified", "reason")
