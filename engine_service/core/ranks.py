@@ -101,8 +101,11 @@ class RankWorker:
 class RankGroup:
     """All ranks of an instance. Every command goes to all of them, in one order."""
 
-    def __init__(self, workers: list[RankWorker]) -> None:
+    def __init__(self, workers: list[RankWorker], rendezvous_fd: int = -1) -> None:
+        """`rendezvous_fd` is the memory file in which the workers meet; the group owns it."""
         self.workers = workers
+        self._rendezvous_fd = rendezvous_fd
+        self._broken: errors.RankDied | None = None
         self.arenas: list[Allocated] = []
         self.descriptors: list[int] = []
         self._ordered = asyncio.Lock()
@@ -110,27 +113,32 @@ class RankGroup:
     @staticmethod
     async def spawn(ranks: int, threads: int) -> RankGroup:
         """Starts the worker processes; they import and wait."""
-        return RankGroup([await _spawn(rank, threads) for rank in range(ranks)])
+        shared = (os.memfd_create("seedrelay-rendezvous"),) if ranks > 1 else ()
+        workers = [await _spawn(rank, threads, shared) for rank in range(ranks)]
+        return RankGroup(workers, *shared)
 
     async def all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         """Gives each rank its command and returns their answers, by rank.
 
-        Raises the first rank's error, once every rank has answered. A caller that
-        is cancelled does not disturb the order: its answers are still awaited.
+        Raises what went wrong first, once every rank has answered, or at once when a rank
+        has died: the others would wait for it. Nothing is sent to a group that lost one.
+        A caller that is cancelled does not disturb the order: its answers are still awaited.
         """
         return await asyncio.shield(quiet(asyncio.ensure_future(self._all(commands, kind))))
 
     async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         async with self._ordered:
+            if self._broken:
+                raise self._broken
             for worker, command in zip(self.workers, commands, strict=True):
                 await worker.send(command)
-            replies = await asyncio.gather(
-                *(worker.reply(kind) for worker in self.workers), return_exceptions=True
-            )
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return [reply for reply in replies if not isinstance(reply, BaseException)]
+            replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
+            failures = await _failures(replies)
+            self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+        if failures:
+            # That others failed because of one is no news beside what happened to it.
+            raise min(failures, key=lambda f: isinstance(f, errors.CollectiveFailed))
+        return [reply.result() for reply in replies]
 
     async def same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command."""
@@ -154,8 +162,11 @@ class RankGroup:
         return [reply.manifest for reply in moved]
 
     async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
-        """Runs one step; every rank samples the same tokens."""
-        return (await self.same(Step(rows), Tokens))[0].tokens
+        """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
+        sampled = {reply.tokens for reply in await self.same(Step(rows), Tokens)}
+        if len(sampled) > 1:
+            raise errors.RankDied("the ranks sampled different tokens: their weights differ")
+        return sampled.pop()
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
@@ -165,10 +176,12 @@ class RankGroup:
         finally:
             for wait in waits:
                 wait.cancel()
-        rank = waits.index(done.pop())
-        worker = self.workers[rank]
+        # The rank that a signal ended comes before those that ended because of it.
+        rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
+        worker, status = self.workers[rank], waits[rank].result()
+        reason = f": {self._broken}" if self._broken and status >= 0 else ""
         return errors.RankDied(
-            f"rank {rank} (process {worker.pid}) has died with status {worker.process.returncode}",
+            f"rank {rank} (process {worker.pid}) has died with status {status}{reason}",
             rank=str(rank),
         )
 
@@ -177,6 +190,9 @@ class RankGroup:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         while self.descriptors:
             os.close(self.descriptors.pop())
+        if self._rendezvous_fd >= 0:
+            os.close(self._rendezvous_fd)
+            self._rendezvous_fd = -1
 
 
 def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
@@ -185,12 +201,26 @@ def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
     return work
 
 
-async def _spawn(rank: int, threads: int) -> RankWorker:
+async def _failures(replies: Sequence[asyncio.Future[R]]) -> list[BaseException]:
+    """Waits for all replies, or until a rank has died; returns the errors so far."""
+    pending = set(replies)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        if any(isinstance(reply.exception(), errors.RankDied) for reply in done):
+            for reply in pending:
+                reply.cancel()
+            break
+    found = (reply.exception() for reply in replies if reply.done() and not reply.cancelled())
+    return [error for error in found if error]
+
+
+async def _spawn(rank: int, threads: int, shared: tuple[int, ...]) -> RankWorker:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno()),
-            pass_fds=(theirs.fileno(),),
+            *map(str, shared),
+            pass_fds=(theirs.fileno(), *shared),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # stdout belongs to the line that says we listen
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
