@@ -99,7 +99,13 @@ class RankWorker:
 
 
 class RankGroup:
-    """All ranks of an instance. Every command goes to all of them, in one order."""
+    """All ranks of an instance. Every command goes to all of them, in one order.
+
+    A command that needs no other rank (loading, sealing) may fail on one alone: the others
+    stay in step. One that fails on one rank before they have met costs the others the
+    collective timeout; then they answer `CollectiveFailed` and end, and so does the group.
+    No next command is sent before all have answered, so collectives never pair wrongly.
+    """
 
     def __init__(self, workers: list[RankWorker], rendezvous_fd: int = -1) -> None:
         """`rendezvous_fd` is the memory file in which the workers meet; the group owns it."""
@@ -130,8 +136,7 @@ class RankGroup:
         async with self._ordered:
             if self._broken:
                 raise self._broken
-            for worker, command in zip(self.workers, commands, strict=True):
-                await worker.send(command)
+            await self._send(commands)
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
             failures = await _failures(replies)
             self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
@@ -139,6 +144,14 @@ class RankGroup:
             # That others failed because of one is no news beside what happened to it.
             raise min(failures, key=lambda f: isinstance(f, errors.CollectiveFailed))
         return [reply.result() for reply in replies]
+
+    async def _send(self, commands: Sequence[Command]) -> None:
+        try:
+            for worker, command in zip(self.workers, commands, strict=True):
+                await worker.send(command)
+        except errors.RankDied as error:
+            self._broken = error
+            raise
 
     async def same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command."""
@@ -165,7 +178,10 @@ class RankGroup:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
         sampled = {reply.tokens for reply in await self.same(Step(rows), Tokens)}
         if len(sampled) > 1:
-            raise errors.RankDied("the ranks sampled different tokens: their weights differ")
+            self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
+            for worker in self.workers:
+                worker.process.kill()  # whoever watches them ends the instance
+            raise self._broken
         return sampled.pop()
 
     async def died(self) -> errors.RankDied:
@@ -179,7 +195,8 @@ class RankGroup:
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
         worker, status = self.workers[rank], waits[rank].result()
-        reason = f": {self._broken}" if self._broken and status >= 0 else ""
+        told = self._broken and (status >= 0 or "rank" not in self._broken.details)
+        reason = f": {self._broken}" if told else ""
         return errors.RankDied(
             f"rank {rank} (process {worker.pid}) has died with status {status}{reason}",
             rank=str(rank),

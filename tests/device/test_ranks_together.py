@@ -20,7 +20,13 @@ from engine_service.core.messages import (
     Tokens,
 )
 from engine_service.core.ranks import RankGroup
-from engine_service.errors import CheckpointError, CollectiveFailed, InvalidRequest, RankDied
+from engine_service.errors import (
+    CheckpointError,
+    CollectiveFailed,
+    InvalidRequest,
+    ProbeMismatch,
+    RankDied,
+)
 
 STEPS = 16
 LIMIT_SECONDS = 120
@@ -134,6 +140,20 @@ async def test_a_rank_that_never_starts_is_missed(folder):
         with pytest.raises(RankDied) as caught:
             await group.allocate(starts)
         assert "rank 0 of 2 did not meet the others within 3 s" in str(caught.value)
+        await group.stop()
+
+
+async def test_a_command_that_fails_on_one_rank_alone_is_the_end(folder):
+    """Its error is the one that is told; the other rank missed it, and neither goes on."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        group = await _started(folder, 2, timeout=3)
+        await group.same(LoadDisk(str(folder)), Loaded)
+        recorded = (await group.same(RecordProbe(), Recorded))[0].probe
+        with pytest.raises(ProbeMismatch, match="cannot be read"):
+            await group.all([CheckProbe(recorded), CheckProbe(b"")], Done)
+        with pytest.raises(CollectiveFailed, match="rank 0"):
+            await group.step((Sequence([1, 2, 3]).row(),))
+        assert "rank 0" in str(await group.died())
         await group.stop()
 
 
