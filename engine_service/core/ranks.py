@@ -1,101 +1,28 @@
-"""The rank workers: spawned processes behind one ordered stream each. Plain Python.
-
-Workers are started with exec, never forked: gRPC's threads and locks would not
-survive a fork. A worker ends when its stream ends.
-"""
+"""The rank workers of an instance, commanded together and in one order. Plain Python."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import socket
-import sys
 from collections.abc import Sequence
 from typing import TypeVar
-
-import msgspec
 
 from engine_service import errors
 from engine_service.core.messages import (
     Allocated,
     Command,
     CutOff,
-    Failed,
     Moved,
-    Progress,
     Reply,
     Row,
     Step,
     Tokens,
-    decode_reply,
-    encode,
 )
-from relay_service.core.channel import AsyncChannel, ChannelClosed
+from engine_service.core.rank_worker import RankWorker, spawn
 from relay_service.core.manifest import Manifest
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
-EXIT_SECONDS = 5.0
-_log = logging.getLogger(__name__)
-
-
-class RankWorker:
-    """One worker process and the stream to it."""
-
-    def __init__(
-        self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel
-    ) -> None:
-        self.rank = rank
-        self.process = process
-        self.channel = channel
-        self.progress: tuple[int, int] = (0, 0)
-        """Bytes done and bytes in all of the command in work."""
-
-    @property
-    def pid(self) -> int:
-        """Process of the rank."""
-        return self.process.pid
-
-    async def send(self, command: Command) -> None:
-        """Puts a command on the stream. Raises `RankDied`."""
-        try:
-            await self.channel.send(encode(command))
-        except ChannelClosed as error:
-            raise self._died() from error
-
-    async def reply(self, kind: type[R]) -> R:
-        """Waits for the answer to the oldest command. Raises what the rank reports."""
-        while True:
-            try:
-                reply = decode_reply(await self.channel.receive())
-            except (ChannelClosed, msgspec.MsgspecError) as error:
-                raise self._died() from error
-            if isinstance(reply, Progress):
-                self.progress = (reply.bytes_done, reply.bytes_total)
-            elif isinstance(reply, Failed):
-                raise _error_of(reply)
-            elif isinstance(reply, kind):
-                return reply
-            else:
-                raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
-
-    async def stop(self) -> None:
-        """Ends the process, kindly at first."""
-        self.channel.close()
-        try:
-            async with asyncio.timeout(EXIT_SECONDS):
-                await self.process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-            await self.process.wait()
-
-    def _died(self) -> errors.RankDied:
-        return errors.RankDied(
-            f"rank {self.rank} (process {self.pid}) has died", rank=str(self.rank)
-        )
 
 
 class RankGroup:
@@ -120,7 +47,7 @@ class RankGroup:
     async def spawn(ranks: int, threads: int) -> RankGroup:
         """Starts the worker processes; they import and wait."""
         shared = (os.memfd_create("seedrelay-rendezvous"),) if ranks > 1 else ()
-        workers = [await _spawn(rank, threads, shared) for rank in range(ranks)]
+        workers = [await spawn(rank, threads, shared) for rank in range(ranks)]
         return RankGroup(workers, *shared)
 
     async def all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
@@ -229,25 +156,3 @@ async def _failures(replies: Sequence[asyncio.Future[R]]) -> list[BaseException]
             break
     found = (reply.exception() for reply in replies if reply.done() and not reply.cancelled())
     return [error for error in found if error]
-
-
-async def _spawn(rank: int, threads: int, shared: tuple[int, ...]) -> RankWorker:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno()),
-            *map(str, shared),
-            pass_fds=(theirs.fileno(), *shared),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr,  # stdout belongs to the line that says we listen
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
-        )  # fmt: skip
-    _log.info("rank %d is process %d", rank, process.pid)
-    return RankWorker(rank, process, AsyncChannel(ours))
-
-
-def _error_of(failed: Failed) -> errors.EngineError:
-    kind = getattr(errors, failed.kind, errors.EngineError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.EngineError)):
-        kind = errors.EngineError
-    return kind(failed.message, **failed.details)
