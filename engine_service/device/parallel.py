@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo
 
 from engine_service.core.messages import RankConfig
 from engine_service.errors import CollectiveFailed, ConfigError
 
+_distributed: Any = torch.distributed  # its stubs lack much of what it has
 _library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("all_reduce(Tensor partial, str group) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define("gather(Tensor part, str group, int ranks) -> Tensor")  # type: ignore[no-untyped-call]
@@ -71,11 +71,10 @@ def join(settings: RankConfig, rendezvous_fd: int) -> Group:
     name, timeout = settings.generation, timedelta(seconds=settings.collective_timeout_seconds)
     options = _options(timeout)
     try:
-        store = FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
+        store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
         store.set_timeout(timeout)
-        group = ProcessGroupGloo(
-            PrefixStore(name, store), settings.rank, settings.world_size, options
-        )
+        prefixed = _distributed.PrefixStore(name, store)
+        group = _distributed.ProcessGroupGloo(prefixed, settings.rank, settings.world_size, options)
     except RuntimeError as error:
         raise CollectiveFailed(
             f"rank {settings.rank} of {settings.world_size} did not meet the others within "
@@ -87,7 +86,7 @@ def join(settings: RankConfig, rendezvous_fd: int) -> Group:
 
 
 def _options(timeout: timedelta) -> Any:
-    gloo: Any = ProcessGroupGloo  # its stubs lack what it has
+    gloo = _distributed.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - so does everybody who sets a timeout or a device
     options._timeout = timeout  # noqa: SLF001
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001

@@ -117,21 +117,14 @@ async def test_another_number_of_ranks_is_refused(
     assert (await status_of(target)).state == DUMMY
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ("3", "8 heads cannot be split over 3 ranks"),
-        pytest.param("16", "8 heads cannot be split over 16 ranks", marks=pytest.mark.full),
-    ],
-)
 async def test_what_does_not_divide_ends_the_start(
-    stage: Stage, make_model: Callable[..., Path], ranks: str, words: str
+    stage: Stage, make_model: Callable[..., Path]
 ) -> None:
     """The service says the numbers and exits; no rank waits for another."""
     folder = make_model("tiny", hidden_size=128, layers=4, vocab_size=4096)
-    engine = stage.engine(folder, "--tp", ranks)
+    engine = stage.engine(folder, "--tp", "3")
     assert await asyncio.to_thread(engine.process.wait, 90) == 1
-    assert words in engine.log_tail()
+    assert "8 heads cannot be split over 3 ranks" in engine.log_tail()
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.full)])
