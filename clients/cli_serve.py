@@ -56,6 +56,9 @@ def engine(
     instance_name: Annotated[str, typer.Option(help="Name in the fleet.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that others shall use.")] = "",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    collective_timeout: Annotated[
+        float, typer.Option(help="Seconds in which all ranks must come to a collective.")
+    ] = 30,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -88,7 +91,8 @@ def engine(
         config = EngineConfig(
             model=model, listen=listen, load_format=load_format, relay=relay, source=source,
             weight_version=weight_version, instance_name=instance_name, advertise=advertise,
-            tensor_parallel_size=tp, expert_parallel_size=ep, dtype=dtype, device=device,
+            tensor_parallel_size=tp, collective_timeout_seconds=collective_timeout,
+            expert_parallel_size=ep, dtype=dtype, device=device,
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,

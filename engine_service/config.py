@@ -34,6 +34,8 @@ class EngineConfig:
     """Address under which others reach this engine; empty for the listening one."""
     tensor_parallel_size: int = 1
     """Tensor-parallel ranks."""
+    collective_timeout_seconds: float = 30.0
+    """Time in which all ranks must come to what they compute together."""
     expert_parallel_size: int = 1
     """Expert-parallel ranks."""
     dtype: str = "auto"
@@ -81,10 +83,13 @@ class EngineConfig:
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
         if self.device != "cpu":
             raise ConfigError("only the CPU is supported so far", field="device", found=self.device)
-        if (self.tensor_parallel_size, self.expert_parallel_size) != (1, 1):
-            raise ConfigError("one rank per instance is supported so far", field="tp", expected="1")
-        for name in ("deadline_seconds", "max_context_tokens", "kv_cache_tokens",
-                     "kv_block_tokens", "max_running", "max_waiting"):  # fmt: skip
+        if self.expert_parallel_size != 1:
+            raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")
+        for name in (
+            "tensor_parallel_size", "collective_timeout_seconds", "deadline_seconds",
+            "max_context_tokens", "kv_cache_tokens", "kv_block_tokens", "max_running",
+            "max_waiting",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)
 

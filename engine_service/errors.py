@@ -17,6 +17,7 @@ EngineError
 │   └── FillTimeout        the deadline is over
 ├── RelayUnreachable       the relay cannot be reached
 ├── RankDied               a rank worker ended or broke the protocol
+│   └── CollectiveFailed   another rank has gone, or did not come in time
 └── ResourceExhausted      no memory or no descriptors
 """
 
@@ -106,6 +107,10 @@ class RelayUnreachable(EngineError):
 
 class RankDied(EngineError):
     """A rank worker ended or broke the protocol."""
+
+
+class CollectiveFailed(RankDied):
+    """Another rank has gone, or did not come to a collective operation in time."""
 
 
 class ResourceExhausted(EngineError):

@@ -198,4 +198,5 @@ class Instance:
             generation=self.identity.generation, dtype=dtype, device=config.device,
             threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
             kv_blocks=config.kv_blocks,
+            collective_timeout_seconds=config.collective_timeout_seconds,
         )  # fmt: skip

@@ -24,6 +24,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     kv_block_tokens: int
     kv_blocks: int
+    collective_timeout_seconds: float = 30.0
+    """Time in which all ranks must come to what they compute together."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,108 +1,44 @@
-"""The rank workers: spawned processes behind one ordered stream each. Plain Python.
-
-Workers are started with exec, never forked: gRPC's threads and locks would not
-survive a fork. A worker ends when its stream ends.
-"""
+"""The rank workers of an instance, commanded together and in one order. Plain Python."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import socket
-import sys
 from collections.abc import Sequence
 from typing import TypeVar
-
-import msgspec
 
 from engine_service import errors
 from engine_service.core.messages import (
     Allocated,
     Command,
     CutOff,
-    Failed,
     Moved,
-    Progress,
     Reply,
     Row,
     Step,
     Tokens,
-    decode_reply,
-    encode,
 )
-from relay_service.core.channel import AsyncChannel, ChannelClosed
+from engine_service.core.rank_worker import RankWorker, spawn
 from relay_service.core.manifest import Manifest
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")
-EXIT_SECONDS = 5.0
-_log = logging.getLogger(__name__)
-
-
-class RankWorker:
-    """One worker process and the stream to it."""
-
-    def __init__(
-        self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel
-    ) -> None:
-        self.rank = rank
-        self.process = process
-        self.channel = channel
-        self.progress: tuple[int, int] = (0, 0)
-        """Bytes done and bytes in all of the command in work."""
-
-    @property
-    def pid(self) -> int:
-        """Process of the rank."""
-        return self.process.pid
-
-    async def send(self, command: Command) -> None:
-        """Puts a command on the stream. Raises `RankDied`."""
-        try:
-            await self.channel.send(encode(command))
-        except ChannelClosed as error:
-            raise self._died() from error
-
-    async def reply(self, kind: type[R]) -> R:
-        """Waits for the answer to the oldest command. Raises what the rank reports."""
-        while True:
-            try:
-                reply = decode_reply(await self.channel.receive())
-            except (ChannelClosed, msgspec.MsgspecError) as error:
-                raise self._died() from error
-            if isinstance(reply, Progress):
-                self.progress = (reply.bytes_done, reply.bytes_total)
-            elif isinstance(reply, Failed):
-                raise _error_of(reply)
-            elif isinstance(reply, kind):
-                return reply
-            else:
-                raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
-
-    async def stop(self) -> None:
-        """Ends the process, kindly at first."""
-        self.channel.close()
-        try:
-            async with asyncio.timeout(EXIT_SECONDS):
-                await self.process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-            await self.process.wait()
-
-    def _died(self) -> errors.RankDied:
-        return errors.RankDied(
-            f"rank {self.rank} (process {self.pid}) has died", rank=str(self.rank)
-        )
 
 
 class RankGroup:
-    """All ranks of an instance. Every command goes to all of them, in one order."""
+    """All ranks of an instance. Every command goes to all of them, in one order.
 
-    def __init__(self, workers: list[RankWorker]) -> None:
+    A command that needs no other rank (loading, sealing) may fail on one alone: the others
+    stay in step. One that fails on one rank before they have met costs the others the
+    collective timeout; then they answer `CollectiveFailed` and end, and so does the group.
+    No next command is sent before all have answered, so collectives never pair wrongly.
+    """
+
+    def __init__(self, workers: list[RankWorker], rendezvous_fd: int = -1) -> None:
+        """`rendezvous_fd` is the memory file in which the workers meet; the group owns it."""
         self.workers = workers
+        self._rendezvous_fd = rendezvous_fd
+        self._broken: errors.RankDied | None = None
         self.arenas: list[Allocated] = []
         self.descriptors: list[int] = []
         self._ordered = asyncio.Lock()
@@ -110,27 +46,39 @@ class RankGroup:
     @staticmethod
     async def spawn(ranks: int, threads: int) -> RankGroup:
         """Starts the worker processes; they import and wait."""
-        return RankGroup([await _spawn(rank, threads) for rank in range(ranks)])
+        shared = (os.memfd_create("seedrelay-rendezvous"),) if ranks > 1 else ()
+        workers = [await spawn(rank, threads, shared) for rank in range(ranks)]
+        return RankGroup(workers, *shared)
 
     async def all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         """Gives each rank its command and returns their answers, by rank.
 
-        Raises the first rank's error, once every rank has answered. A caller that
-        is cancelled does not disturb the order: its answers are still awaited.
+        Raises what went wrong first, once every rank has answered, or at once when a rank
+        has died: the others would wait for it. Nothing is sent to a group that lost one.
+        A caller that is cancelled does not disturb the order: its answers are still awaited.
         """
         return await asyncio.shield(quiet(asyncio.ensure_future(self._all(commands, kind))))
 
     async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         async with self._ordered:
+            if self._broken:
+                raise self._broken
+            await self._send(commands)
+            replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
+            failures = await _failures(replies)
+            self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+        if failures:
+            # That others failed because of one is no news beside what happened to it.
+            raise min(failures, key=lambda f: isinstance(f, errors.CollectiveFailed))
+        return [reply.result() for reply in replies]
+
+    async def _send(self, commands: Sequence[Command]) -> None:
+        try:
             for worker, command in zip(self.workers, commands, strict=True):
                 await worker.send(command)
-            replies = await asyncio.gather(
-                *(worker.reply(kind) for worker in self.workers), return_exceptions=True
-            )
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return [reply for reply in replies if not isinstance(reply, BaseException)]
+        except errors.RankDied as error:
+            self._broken = error
+            raise
 
     async def same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command."""
@@ -154,8 +102,14 @@ class RankGroup:
         return [reply.manifest for reply in moved]
 
     async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
-        """Runs one step; every rank samples the same tokens."""
-        return (await self.same(Step(rows), Tokens))[0].tokens
+        """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
+        sampled = {reply.tokens for reply in await self.same(Step(rows), Tokens)}
+        if len(sampled) > 1:
+            self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
+            for worker in self.workers:
+                worker.process.kill()  # whoever watches them ends the instance
+            raise self._broken
+        return sampled.pop()
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
@@ -165,10 +119,13 @@ class RankGroup:
         finally:
             for wait in waits:
                 wait.cancel()
-        rank = waits.index(done.pop())
-        worker = self.workers[rank]
+        # The rank that a signal ended comes before those that ended because of it.
+        rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
+        worker, status = self.workers[rank], waits[rank].result()
+        told = self._broken and (status >= 0 or "rank" not in self._broken.details)
+        reason = f": {self._broken}" if told else ""
         return errors.RankDied(
-            f"rank {rank} (process {worker.pid}) has died with status {worker.process.returncode}",
+            f"rank {rank} (process {worker.pid}) has died with status {status}{reason}",
             rank=str(rank),
         )
 
@@ -177,6 +134,9 @@ class RankGroup:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         while self.descriptors:
             os.close(self.descriptors.pop())
+        if self._rendezvous_fd >= 0:
+            os.close(self._rendezvous_fd)
+            self._rendezvous_fd = -1
 
 
 def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
@@ -185,22 +145,14 @@ def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
     return work
 
 
-async def _spawn(rank: int, threads: int) -> RankWorker:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno()),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr,  # stdout belongs to the line that says we listen
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
-        )  # fmt: skip
-    _log.info("rank %d is process %d", rank, process.pid)
-    return RankWorker(rank, process, AsyncChannel(ours))
-
-
-def _error_of(failed: Failed) -> errors.EngineError:
-    kind = getattr(errors, failed.kind, errors.EngineError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.EngineError)):
-        kind = errors.EngineError
-    return kind(failed.message, **failed.details)
+async def _failures(replies: Sequence[asyncio.Future[R]]) -> list[BaseException]:
+    """Waits for all replies, or until a rank has died; returns the errors so far."""
+    pending = set(replies)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        if any(isinstance(reply.exception(), errors.RankDied) for reply in done):
+            for reply in pending:
+                reply.cancel()
+            break
+    found = (reply.exception() for reply in replies if reply.done() and not reply.cancelled())
+    return [error for error in found if error]

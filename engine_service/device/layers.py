@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_service.device.parallel import Group
+
 
 class Stage:
     """A part of a model whose weights can be exchanged for tracing.
@@ -33,6 +35,19 @@ class Stage:
         for name, weight in zip(self.WEIGHTS, weights, strict=True):
             setattr(twin, name, weight)
         return twin
+
+
+def embed_part(tokens: Tensor, rows: Tensor, group: Group) -> Tensor:
+    """Looks tokens up in this rank's rows of the embedding; those of other ranks give zeros.
+
+    Returns `[tokens, hidden_size]`; the sum over all ranks is the whole embedding.
+    """
+    if group.ranks == 1:
+        return functional.embedding(tokens, rows)
+    local = tokens - group.rank * rows.shape[0]
+    elsewhere = (local < 0) | (local >= rows.shape[0])
+    found = functional.embedding(local.masked_fill(elsewhere, 0), rows)
+    return found.masked_fill(elsewhere.unsqueeze(1), 0)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,10 +6,12 @@ converted) straight into the arena, then digested while it is still in cache.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
 from engine_service.device.dtypes import TORCH_DTYPES, stored_dtype
 from engine_service.device.fitting import check_fit
+from engine_service.device.sharding import Slice
 from engine_service.errors import CheckpointError
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest
@@ -29,7 +32,7 @@ Digest = Callable[[memoryview], bytes]
 def load(
     arena: Arena,
     folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    slices: Mapping[str, Slice],
     computed: Mapping[str, Tensor],
     *,
     progress: Progress = lambda _done, _total: None,
@@ -40,7 +43,7 @@ def load(
     Args:
         arena: Where to; untouched when the checkpoint does not fit.
         folder: A checkpoint folder.
-        shapes: Every checkpoint tensor that the model needs, by name.
+        slices: What to take of every checkpoint tensor that the model needs, by name.
         computed: Contents of the arena's tensors that no checkpoint holds, by name.
         progress: Called with bytes read so far and in all.
         digest: Digests one block.
@@ -52,27 +55,40 @@ def load(
         CheckpointError: The folder is unsound or isn't what the model needs.
     """
     stored = open_checkpoint(folder)
-    check_fit(stored, shapes)
+    check_fit(stored, {name: piece.whole for name, piece in slices.items()})
+    parts = {name: _Part(stored[name], piece) for name, piece in slices.items()}
     with ExitStack() as stack:
         files = {
             path: stack.enter_context(path.open("rb", buffering=0)).fileno()
-            for path in {stored[name].path for name in shapes}
+            for path in {part.stored.path for part in parts.values()}
         }
-        total = sum(stored[name].nbytes for name in shapes)
-        filling = _Filling(arena, stored, files, computed, lambda done: progress(done, total))
+        total = sum(part.nbytes for part in parts.values())
+        filling = _Filling(arena, parts, files, computed, lambda done: progress(done, total))
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
     return arena.manifest.with_digests(digests), filling.bytes_read
+
+
+class _Part(NamedTuple):
+    """What is taken of one checkpoint tensor."""
+
+    stored: StoredTensor
+    slice: Slice
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return self.stored.nbytes // math.prod(self.slice.whole) * self.slice.elements
 
 
 class _Filling:
     """One pass over an arena."""
 
     def __init__(
-        self, arena: Arena, stored: Mapping[str, StoredTensor], files: Mapping[Path, int],
+        self, arena: Arena, parts: Mapping[str, _Part], files: Mapping[Path, int],
         computed: Mapping[str, Tensor], progress: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._arena = arena
-        self._stored = stored
+        self._parts = parts
         self._files = files
         self._computed = computed
         self._progress = progress
@@ -110,9 +126,9 @@ class _Filling:
             return
         first = 0
         for name in entry.logical.split("+"):
-            stored = self._stored[name]
-            size = _elements(stored) * entry.dtype.itemsize
-            yield self._from_file(stored, entry.dtype), first, first + size
+            part = self._parts[name]
+            size = part.slice.elements * entry.dtype.itemsize
+            yield self._from_file(part, entry.dtype), first, first + size
             first += size
 
     def _from_memory(self, tensor: Tensor) -> _Source:
@@ -124,25 +140,31 @@ class _Filling:
 
         return fill
 
-    def _from_file(self, stored: StoredTensor, dtype: DType) -> _Source:
-        found = stored_dtype(stored.dtype)
+    def _from_file(self, part: _Part, dtype: DType) -> _Source:
+        found = stored_dtype(part.stored.dtype) or dtype
 
         def fill(done: int, start: int, end: int) -> None:
             landed = self._arena.view(start, end - start)
-            if found is None or found == dtype:
-                self._read(stored, done, landed)
+            first, count = done // dtype.itemsize, (end - start) // dtype.itemsize
+            if found == dtype:
+                self._read(part, first, count, landed)
             else:
-                elements = (end - start) // dtype.itemsize
-                raw = bytearray(elements * found.itemsize)
-                self._read(stored, done // dtype.itemsize * found.itemsize, memoryview(raw))
+                raw = bytearray(count * found.itemsize)
+                self._read(part, first, count, memoryview(raw))
                 piece = torch.frombuffer(raw, dtype=TORCH_DTYPES[found])
                 torch.frombuffer(landed, dtype=TORCH_DTYPES[dtype]).copy_(piece)
             self._progress(self.bytes_read)
 
         return fill
 
-    def _read(self, stored: StoredTensor, done: int, into: memoryview) -> None:
-        offset = stored.offset + done
+    def _read(self, part: _Part, first: int, count: int, into: memoryview) -> None:
+        """Reads elements of a slice: whole rows at once, cut rows one by one."""
+        itemsize = len(into) // count
+        for start, length in part.slice.runs(first, count):
+            run, into = into[: length * itemsize], into[length * itemsize :]
+            self._read_run(part.stored, part.stored.offset + start * itemsize, run)
+
+    def _read_run(self, stored: StoredTensor, offset: int, into: memoryview) -> None:
         while into:
             count = os.preadv(self._files[stored.path], [into], offset)
             if count == 0:
@@ -163,10 +185,3 @@ def _pieces(base: int, start: int, end: int) -> Iterator[tuple[int, int]]:
         border = base + ((start - base) // BLOCK_BYTES + 1) * BLOCK_BYTES
         yield start, min(border, end)
         start = min(border, end)
-
-
-def _elements(stored: StoredTensor) -> int:
-    count = 1
-    for size in stored.shape:
-        count *= size
-    return count

@@ -16,7 +16,9 @@ from engine_service.device.kv_cache import KVCache
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Llama
+from engine_service.device.parallel import join
 from engine_service.device.runner import Runner
+from engine_service.device.sharding import Shard, check_divides, rank_config
 from engine_service.device.tolerance import tolerance
 from engine_service.errors import ConfigError, ModelError, WrongState
 from relay_service.core.layout import lay_out
@@ -27,11 +29,13 @@ Progress = Callable[[int, int], None]
 class Rank:
     """Everything that one worker process serves with."""
 
-    def __init__(self, start: messages.Start) -> None:
-        """Builds the model on an arena of zeros and audits what it reads.
+    def __init__(self, start: messages.Start, rendezvous_fd: int = -1) -> None:
+        """Builds this rank's part on an arena of zeros, meets the others, audits what it reads.
 
-        Raises `ModelError` for a model that is not supported, `ConfigError` for a
-        placement that isn't, `ArenaError` for a tensor outside the arena.
+        `rendezvous_fd` is where several ranks meet. Raises `ModelError` for a model that is
+        not supported or cannot be split, `ConfigError` for a placement that isn't,
+        `CollectiveFailed` when another rank stays away, `ArenaError` for a tensor outside
+        the arena.
         """
         settings = start.config
         _check_placement(settings)
@@ -40,10 +44,13 @@ class Rank:
         self.config = parse_config(start.files["config.json"])
         self.facts = llama_format.facts(self.config, settings.dtype)
         dtype = served_dtype(settings.dtype)
-        specs = llama_format.unit_specs(self.config, dtype)
+        self.shard = Shard(settings.rank, settings.world_size)
+        check_divides(self.config, settings.world_size)
+        specs = llama_format.unit_specs(self.config, dtype, self.shard)
         self.arena = Arena(lay_out(settings.rank, specs), settings.generation)
-        self.model = Llama(self.config, self.arena.tensors)
-        self.cache = KVCache(self.config, dtype, settings.kv_blocks, settings.kv_block_tokens)
+        own = rank_config(self.config, self.shard)
+        self.model = Llama(own, self.arena.tensors, join(settings, rendezvous_fd))
+        self.cache = KVCache(own, dtype, settings.kv_blocks, settings.kv_block_tokens)
         audit(self.model, self.arena, self.cache)
         self.graphs = GraphRunner(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
@@ -63,7 +70,7 @@ class Rank:
         manifest, bytes_read = load(
             self.arena,
             folder,
-            llama_format.checkpoint_shapes(self.config),
+            llama_format.checkpoint_slices(self.config, self.shard),
             llama_format.computed_tensors(self.config),
             progress=progress,
         )
@@ -87,12 +94,10 @@ class Rank:
 
 
 def _check_placement(settings: messages.RankConfig) -> None:
-    for field, found, expected in (
-        ("world_size", str(settings.world_size), "1"),
-        ("device", settings.device, "cpu"),
-    ):
-        if found != expected:
-            raise ConfigError(
-                f"{field} {found} is not supported, only {expected}",
-                field=field, found=found, expected=expected,
-            )  # fmt: skip
+    if settings.device != "cpu":
+        raise ConfigError(
+            f"device {settings.device} is not supported, only cpu",
+            field="device", found=settings.device, expected="cpu",
+        )  # fmt: skip
+    if not 0 <= settings.rank < settings.world_size:
+        raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

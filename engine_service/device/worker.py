@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m engine_service.device.worker FD`.
+"""The process of one rank: `python -m engine_service.device.worker FD [RENDEZVOUS_FD]`.
 
 Reads commands from the inherited socket and answers each in turn, until the front
 closes it. The front owns shutdown: signals meant for it don't stop a rank.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ import torch
 from engine_service import errors
 from engine_service.core import messages
 from engine_service.device.rank import Rank
-from engine_service.errors import EngineError, WrongState
+from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
 
@@ -30,8 +31,10 @@ _PROGRESS_BYTES = 16 << 20
 class Worker:
     """Answers the commands of one front."""
 
-    def __init__(self, channel: BlockingChannel) -> None:
+    def __init__(self, channel: BlockingChannel, rendezvous_fd: int = -1) -> None:
+        """`rendezvous_fd` is the memory file in which the ranks of an instance meet."""
         self._channel = channel
+        self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
         self._reported_bytes = 0
 
@@ -39,7 +42,8 @@ class Worker:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
 
         An error that nobody expected during a step is answered and raised too: what
-        it left behind is unknown, so the rank ends.
+        it left behind is unknown, so the rank ends. So it does after a collective that
+        failed: the ranks are out of step and would never be in step again.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
@@ -47,6 +51,8 @@ class Worker:
                 self._answer(command)
             except (EngineError, RelayError) as error:
                 self._fail(_kind(error), error.message, error.details)
+                if isinstance(error, CollectiveFailed):
+                    raise
             except ChannelClosed:
                 raise
             except Exception as error:
@@ -65,7 +71,7 @@ class Worker:
         if self._rank is not None:
             raise WrongState("the rank has been started already")
         torch.set_num_threads(command.config.threads)
-        self._rank = Rank(command)
+        self._rank = Rank(command, self._rendezvous_fd)
         return self._rank.allocated()
 
     def _run(self, command: messages.Command) -> messages.Reply:
@@ -105,17 +111,30 @@ def _kind(error: EngineError | RelayError) -> str:
 
 
 def main() -> None:
-    """Serves the front at the other end of the socket that `argv` names."""
+    """Serves the front at the other end of the socket that `argv` names.
+
+    Several ranks also inherit the memory file in which they meet.
+    """
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # A front that died before the line above is noticed here: nobody holds its end.
     channel = BlockingChannel(socket.socket(fileno=int(sys.argv[1])))
+    rendezvous_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     try:
-        Worker(channel).serve()
+        Worker(channel, rendezvous_fd).serve()
     except ChannelClosed:
-        _log.info("the front has gone")
+        _leave(0, "the front has gone")
+    except CollectiveFailed as error:
+        _leave(1, str(error))
+
+
+def _leave(status: int, reason: str) -> None:
+    """Ends at once: taking torch down takes a second, and a front waits for every rank."""
+    _log.log(logging.ERROR if status else logging.INFO, "%s", reason)
+    logging.shutdown()
+    os._exit(status)
 
 
 if __name__ == "__main__":

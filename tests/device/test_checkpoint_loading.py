@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import serving_rank, start_message, write_checkpoint
 
 from engine_service.device.loading import load
-from engine_service.device.models.llama_format import checkpoint_shapes, computed_tensors
+from engine_service.device.models.llama_format import checkpoint_slices, computed_tensors
 from engine_service.device.rank import Rank
 from engine_service.errors import CheckpointError, WrongState
 from relay_service.core.manifest import BLOCK_BYTES, block_digest
@@ -161,12 +161,12 @@ def test_every_byte_is_digested_once_while_loading(tmp_path, dtype):
         seen.append((torch.frombuffer(block, dtype=torch.uint8).data_ptr(), len(block)))
         return block_digest(block)
 
-    shapes, computed = checkpoint_shapes(rank.config), computed_tensors(rank.config)
+    slices, computed = checkpoint_slices(rank.config), computed_tensors(rank.config)
     done = []
     manifest, bytes_read = load(
         rank.arena,
         folder,
-        shapes,
+        slices,
         computed,
         digest=digest,
         progress=lambda d, t: done.append((d, t)),

@@ -148,7 +148,8 @@ def test_errors_are_answered_and_the_worker_goes_on(worker, tied, tmp_path):
     bad = start_message(tied, dtype="int3")
     assert worker.ask(bad).kind == "UnsupportedModel"
     assert worker.ask(start_message(tied, device="tpu")).kind == "ConfigError"
-    assert worker.ask(start_message(tied, world_size=2)).kind == "ConfigError"
+    assert worker.ask(start_message(tied, rank=1)).kind == "ConfigError"
+    assert worker.ask(start_message(tied, world_size=2)).kind == "UnsupportedModel"
     assert isinstance(worker.ask(start_message(tied)), Allocated)
     assert worker.ask(start_message(tied)).kind == "WrongState"
     failed = worker.ask(LoadDisk(str(tmp_path)))

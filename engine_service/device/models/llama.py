@@ -12,7 +12,8 @@ from engine_service.device.attention import paged_attention
 from engine_service.device.batch import Batch
 from engine_service.device.config import ModelConfig
 from engine_service.device.kv_cache import KVCache
-from engine_service.device.layers import Stage, rms_norm, rotate, swiglu
+from engine_service.device.layers import Stage, embed_part, rms_norm, rotate, swiglu
+from engine_service.device.parallel import ALONE, Group
 
 
 class Embedding(Stage):
@@ -21,14 +22,15 @@ class Embedding(Stage):
     WEIGHTS = ("embed", "cos", "sin")
     TABLES = True
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], group: Group) -> None:
+        self.group = group
         self.embed = tensors["embed"]
         self.cos = tensors["rotary.cos"]
         self.sin = tensors["rotary.sin"]
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows `[tokens, hidden_size]` and both inputs of `rotate`."""
-        hidden = functional.embedding(tokens, self.embed)
+        hidden = self.group.all_reduce(embed_part(tokens, self.embed, self.group))
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return hidden, cos.to(hidden.dtype).unsqueeze(1), sin.to(hidden.dtype).unsqueeze(1)
@@ -46,7 +48,11 @@ class Layer(Stage):
     gate_up: Tensor
     down: Tensor
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, group: Group
+    ) -> None:
+        """`config` has this rank's number of heads."""
+        self.group = group
         for name in self.WEIGHTS:
             setattr(self, name, tensors[f"layer.{index}.{name}"])
         self.eps = config.norm_eps
@@ -64,9 +70,9 @@ class Layer(Stage):
         query_key, value = _split(by_head, self.heads + self.kv_heads)
         query, key = _split(rotate(query_key, cos, sin), self.heads)
         attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
-        hidden = hidden + functional.linear(attended.flatten(1), self.output)
+        hidden = hidden + self.group.all_reduce(functional.linear(attended.flatten(1), self.output))
         gate_up = functional.linear(rms_norm(hidden, self.post_norm, self.eps), self.gate_up)
-        return hidden + functional.linear(swiglu(gate_up), self.down)
+        return hidden + self.group.all_reduce(functional.linear(swiglu(gate_up), self.down))
 
 
 class Head(Stage):
@@ -75,24 +81,29 @@ class Head(Stage):
     WEIGHTS = ("norm", "weight")
     TABLES = True
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group) -> None:
+        self.group = group
         self.norm = tensors["norm"]
         self.weight = tensors["head"]
         self.eps = config.norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits, float32 `[rows, vocab_size]`."""
-        return functional.linear(rms_norm(hidden, self.norm, self.eps), self.weight).float()
+        part = functional.linear(rms_norm(hidden, self.norm, self.eps), self.weight)
+        return self.group.gather(part).float()
 
 
 class Llama:
-    """A whole decoder. Made of stages, so that each can be captured by itself."""
+    """A decoder, or one rank's part of it. Made of stages, each captured by itself."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group = ALONE
+    ) -> None:
+        """`config` has this rank's number of heads, and the whole vocabulary."""
         self.config = config
-        self.embedding = Embedding(tensors)
-        self.layers = [Layer(config, tensors, index) for index in range(config.layers)]
-        self.head = Head(config, tensors)
+        self.embedding = Embedding(tensors, group)
+        self.layers = [Layer(config, tensors, index, group) for index in range(config.layers)]
+        self.head = Head(config, tensors, group)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""

@@ -2,6 +2,12 @@
 
 Query, key and value projections are fused row-wise, and so are gate and up. The
 rotary tables are weights like any other, so a target receives them too.
+
+Of several ranks each holds its heads (rows of qkv, columns of output), its part of the
+feed-forward (rows of gate and up, columns of down) and its part of the vocabulary; norms
+and rotary tables are held by all. The embedding is cut by vocabulary like the head, at
+the price of one more all-reduce per pass: a tied head stays the embedding itself, and no
+rank holds rows that it doesn't multiply with.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from torch import Tensor
 
 from engine_service.device.config import ModelConfig
 from engine_service.device.layers import rotary_tables
+from engine_service.device.sharding import WHOLE, Shard, Slice, kv_shard
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec
 
@@ -28,23 +35,30 @@ def facts(config: ModelConfig, dtype: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def unit_specs(config: ModelConfig, dtype: DType) -> list[UnitSpec]:
-    """Declares every tensor that a forward pass reads, by unit."""
-    embed = TensorSpec("embed", dtype, (config.vocab_size, config.hidden_size), logical=EMBEDDING)
-    layers = [_layer_unit(config, dtype, index) for index in range(config.layers)]
-    return [UnitSpec("embed", (embed,)), *layers, _head_unit(config, dtype), _rotary_unit(config)]
+def unit_specs(config: ModelConfig, dtype: DType, shard: Shard = WHOLE) -> list[UnitSpec]:
+    """Declares every tensor that a rank's forward pass reads, by unit."""
+    vocabulary = _vocabulary(config, shard).shape
+    embed = TensorSpec("embed", dtype, vocabulary, logical=EMBEDDING)
+    layers = [_layer_unit(config, dtype, index, shard) for index in range(config.layers)]
+    head = _head_unit(config, dtype, vocabulary)
+    return [UnitSpec("embed", (embed,)), *layers, head, _rotary_unit(config)]
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor that a checkpoint must hold, by name."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    return {name: piece.whole for name, piece in checkpoint_slices(config).items()}
+
+
+def checkpoint_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Slice]:
+    """Returns what a rank holds of every tensor that a checkpoint must hold, by name."""
+    slices = {EMBEDDING: _vocabulary(config, shard)}
     for index in range(config.layers):
-        for name, shape in _layer_shapes(config).items():
-            shapes[_layer_name(index, name)] = shape
-    shapes["model.norm.weight"] = (config.hidden_size,)
+        for name, piece in _layer_slices(config, shard).items():
+            slices[_layer_name(index, name)] = piece
+    slices["model.norm.weight"] = Slice.by_rows((config.hidden_size,))
     if not config.tied:
-        shapes[HEAD] = shapes[EMBEDDING]
-    return shapes
+        slices[HEAD] = slices[EMBEDDING]
+    return slices
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:
@@ -53,8 +67,8 @@ def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:
     return {"rotary.cos": cos, "rotary.sin": sin}
 
 
-def _layer_unit(config: ModelConfig, dtype: DType, index: int) -> UnitSpec:
-    shapes = _layer_shapes(config)
+def _layer_unit(config: ModelConfig, dtype: DType, index: int, shard: Shard) -> UnitSpec:
+    slices = _layer_slices(config, shard)
     fused = {
         "input_norm": ("input_layernorm",),
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -65,17 +79,17 @@ def _layer_unit(config: ModelConfig, dtype: DType, index: int) -> UnitSpec:
     }
     tensors = []
     for name, parts in fused.items():
-        rows = sum(shapes[part][0] for part in parts)
-        shape = (rows, *shapes[parts[0]][1:])
+        rows = sum(slices[part].rows[1] for part in parts)
+        shape = (rows, *slices[parts[0]].shape[1:])
         logical = "+".join(_layer_name(index, part) for part in parts)
         tensors.append(TensorSpec(f"layer.{index}.{name}", dtype, shape, logical=logical))
     return UnitSpec(f"layer.{index}.dense", tuple(tensors))
 
 
-def _head_unit(config: ModelConfig, dtype: DType) -> UnitSpec:
+def _head_unit(config: ModelConfig, dtype: DType, vocabulary: tuple[int, ...]) -> UnitSpec:
     norm = TensorSpec("norm", dtype, (config.hidden_size,), logical="model.norm.weight")
     head = TensorSpec(
-        "head", dtype, (config.vocab_size, config.hidden_size),
+        "head", dtype, vocabulary,
         logical=EMBEDDING if config.tied else HEAD, alias="embed" if config.tied else "",
     )  # fmt: skip
     return UnitSpec("head", (norm, head))
@@ -89,19 +103,24 @@ def _rotary_unit(config: ModelConfig) -> UnitSpec:
     )
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _vocabulary(config: ModelConfig, shard: Shard) -> Slice:
+    return Slice.by_rows((config.vocab_size, config.hidden_size), shard)
+
+
+def _layer_slices(config: ModelConfig, shard: Shard) -> dict[str, Slice]:
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, ffn = config.hidden_size, config.ffn_size
+    keys = Slice.by_rows((key, hidden), kv_shard(config, shard))
     return {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": Slice.by_rows((hidden,)),
+        "self_attn.q_proj": Slice.by_rows((query, hidden), shard),
+        "self_attn.k_proj": keys,
+        "self_attn.v_proj": keys,
+        "self_attn.o_proj": Slice.by_columns((hidden, query), shard),
+        "post_attention_layernorm": Slice.by_rows((hidden,)),
+        "mlp.gate_proj": Slice.by_rows((ffn, hidden), shard),
+        "mlp.up_proj": Slice.by_rows((ffn, hidden), shard),
+        "mlp.down_proj": Slice.by_columns((hidden, ffn), shard),
     }
 
 

@@ -1,0 +1,141 @@
+"""Joins the ranks of an instance over gloo, and what they compute together.
+
+The two collectives are custom operators that look their group up by name when they are
+called, so a traced graph holds only the call. Every rank gets the same bits from either:
+gloo reduces each piece in one place and hands it round, so all ranks sample the same
+token from the same logits.
+
+The ranks of an instance run on one host: they meet in a memory file that the front made
+and listen on loopback. Nothing is pickled, no port is fixed and no file stays behind.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_service.core.messages import RankConfig
+from engine_service.errors import CollectiveFailed, ConfigError
+
+_distributed: Any = torch.distributed  # its stubs lack much of what it has
+_library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("all_reduce(Tensor partial, str group) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("gather(Tensor part, str group, int ranks) -> Tensor")  # type: ignore[no-untyped-call]
+
+_joined: dict[str, tuple[Any, int]] = {}
+"""Process group and this process's rank in it, by the name that an operator carries."""
+
+
+class Group:
+    """The ranks that compute one model together; alone, it computes nothing."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, name: str = "") -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.name = name
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sums `partial` over all ranks. Raises `CollectiveFailed`."""
+        if self.ranks == 1:
+            return partial
+        result: Tensor = torch.ops.seedrelay.all_reduce.default(partial, self.name)
+        return result
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Joins the columns of all ranks in their order: `[rows, columns * ranks]`.
+
+        Raises `CollectiveFailed`.
+        """
+        if self.ranks == 1:
+            return part
+        result: Tensor = torch.ops.seedrelay.gather.default(part, self.name, self.ranks)
+        return result
+
+
+ALONE = Group()
+
+
+def join(settings: RankConfig, rendezvous_fd: int) -> Group:
+    """Meets the other ranks of an instance; returns once all are there.
+
+    `rendezvous_fd` is a memory file that all of them inherited. Raises `CollectiveFailed`
+    when a rank stays away beyond `collective_timeout_seconds`.
+    """
+    if settings.world_size == 1:
+        return ALONE
+    if rendezvous_fd < 0:
+        raise ConfigError(f"{settings.world_size} ranks have nowhere to meet", field="tp")
+    name, timeout = settings.generation, timedelta(seconds=settings.collective_timeout_seconds)
+    options = _options(timeout)
+    try:
+        store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
+        store.set_timeout(timeout)
+        prefixed = _distributed.PrefixStore(name, store)
+        group = _distributed.ProcessGroupGloo(prefixed, settings.rank, settings.world_size, options)
+    except RuntimeError as error:
+        raise CollectiveFailed(
+            f"rank {settings.rank} of {settings.world_size} did not meet the others within "
+            f"{settings.collective_timeout_seconds:g} s: {_first_line(error)}",
+            rank=str(settings.rank),
+        ) from error
+    _joined[name] = group, settings.rank
+    return Group(settings.rank, settings.world_size, name)
+
+
+def _options(timeout: timedelta) -> Any:
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 - so does everybody who sets a timeout or a device
+    options._timeout = timeout  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    return options
+
+
+def _all_reduce(partial: Tensor, group: str) -> Tensor:
+    process_group, rank = _joined[group]
+    total = partial.clone(memory_format=torch.contiguous_format)
+    try:
+        process_group.allreduce([total]).wait()
+    except RuntimeError as error:
+        raise _failed("all-reduce", rank, error) from error
+    return total
+
+
+def _gather(part: Tensor, group: str, ranks: int) -> Tensor:
+    process_group, rank = _joined[group]
+    parts = part.new_empty(ranks, *part.shape)
+    try:
+        process_group.allgather([list(parts.unbind(0))], [part.contiguous()]).wait()
+    except RuntimeError as error:
+        raise _failed("gather", rank, error) from error
+    return parts.transpose(0, 1).flatten(1)
+
+
+def _failed(what: str, rank: int, error: RuntimeError) -> CollectiveFailed:
+    return CollectiveFailed(
+        f"rank {rank}: another rank has gone or did not come to the {what} in time: "
+        f"{_first_line(error)}",
+        rank=str(rank),
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Cuts what gloo puts around a reason: a place in its source, and advice."""
+    text = str(error).partition("] ")[2] or str(error)
+    return text.splitlines()[0].partition(". This is")[0] if text else type(error).__name__
+
+
+def _same_shape(partial: Tensor, _group: str) -> Tensor:
+    return partial.new_empty(partial.shape)
+
+
+def _joined_shape(part: Tensor, _group: str, ranks: int) -> Tensor:
+    return part.new_empty(part.shape[0], part.shape[1] * ranks)
+
+
+_library.impl("all_reduce", _all_reduce, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("gather", _gather, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("seedrelay::all_reduce", _same_shape, lib=_library)
+torch.library.register_fake("seedrelay::gather", _joined_shape, lib=_library)

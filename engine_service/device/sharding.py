@@ -1,0 +1,115 @@
+"""Which part of a model each rank holds. Plain arithmetic, no tensors.
+
+Heads, feed-forward and vocabulary are cut into equal runs, one per rank. Key-value heads
+are cut too while there are enough of them; beyond that several ranks hold the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Self
+
+import msgspec
+
+from engine_service.device.config import ModelConfig
+from engine_service.errors import UnsupportedModel
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One of so many equal parts."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def cut(self, size: int) -> tuple[int, int]:
+        """Returns first and count of this part of `size` things."""
+        count = size // self.ranks
+        return self.rank * count, count
+
+
+WHOLE = Shard()
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """The rows and columns of a checkpoint tensor that a rank holds."""
+
+    whole: tuple[int, ...]
+    """Shape of the tensor in the checkpoint, of one or two dimensions."""
+    rows: tuple[int, int]
+    """First row and number of rows."""
+    columns: tuple[int, int]
+    """First column and number of columns; `(0, 1)` for one dimension."""
+
+    @classmethod
+    def by_rows(cls, whole: tuple[int, ...], shard: Shard = WHOLE) -> Self:
+        """Cuts the rows and keeps every column."""
+        return cls(whole, shard.cut(whole[0]), (0, math.prod(whole[1:])))
+
+    @classmethod
+    def by_columns(cls, whole: tuple[int, ...], shard: Shard) -> Self:
+        """Cuts the columns and keeps every row."""
+        return cls(whole, (0, whole[0]), shard.cut(whole[1]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return (self.rows[1], self.columns[1])[: len(self.whole)]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the slice."""
+        return self.rows[1] * self.columns[1]
+
+    def runs(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Finds elements of the slice in the whole tensor: yields first and length of each run.
+
+        Whole rows are one run, however many they are; a cut row is a run of its own.
+        """
+        width = math.prod(self.whole[1:])
+        first, cut = self.columns
+        if cut == width:
+            yield self.rows[0] * width + start, count
+            return
+        end = start + count
+        while start < end:
+            row, column = divmod(start, cut)
+            length = min(cut - column, end - start)
+            yield (self.rows[0] + row) * width + first + column, length
+            start += length
+
+
+def check_divides(config: ModelConfig, ranks: int) -> None:
+    """Raises `UnsupportedModel` with the numbers when a model has no equal parts."""
+    for what, size in (
+        ("heads", config.heads),
+        ("feed-forward rows", config.ffn_size),
+        ("tokens of vocabulary", config.vocab_size),
+    ):
+        if size % ranks:
+            raise _uneven(what, size, ranks)
+    if config.kv_heads % ranks and ranks % config.kv_heads:
+        raise _uneven("key-value heads", config.kv_heads, ranks)
+
+
+def kv_shard(config: ModelConfig, shard: Shard) -> Shard:
+    """Returns which part of the key-value heads a rank holds: its own, or a copy of one head."""
+    copies = max(1, shard.ranks // config.kv_heads)
+    return Shard(shard.rank // copies, shard.ranks // copies)
+
+
+def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """Returns the sizes with which one rank computes; those that all ranks share stay."""
+    return msgspec.structs.replace(
+        config,
+        heads=config.heads // shard.ranks,
+        kv_heads=kv_shard(config, shard).cut(config.kv_heads)[1],
+        ffn_size=config.ffn_size // shard.ranks,
+    )
+
+
+def _uneven(what: str, size: int, ranks: int) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{size} {what} cannot be split over {ranks} ranks",
+        field="tp", expected=f"a divisor of {size}", found=str(ranks),
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""One order for all ranks, and one error out of many: over fake workers."""
+
+import asyncio
+
+import pytest
+
+from engine_service.core.messages import Command, Done, Step, Tokens
+from engine_service.core.ranks import RankGroup
+from engine_service.errors import CheckpointError, CollectiveFailed, RankDied
+
+
+class FakeWorker:
+    """Answers every command with what it was given; nothing means never."""
+
+    def __init__(self, answer: Done | Tokens | Exception | None) -> None:
+        self.answer = answer
+        self.process = self
+        self.killed = False
+        self.commands: list[Command] = []
+
+    def kill(self) -> None:
+        """Ends its process, which it is itself."""
+        self.killed = True
+
+    async def send(self, command: Command) -> None:
+        """Takes a command."""
+        self.commands.append(command)
+
+    async def reply(self, _kind: type):
+        """Answers it."""
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def _group(*answers) -> RankGroup:
+    return RankGroup([FakeWorker(answer) for answer in answers])
+
+
+async def test_tokens_that_differ_are_the_end():
+    """No token is served that the ranks don't agree on."""
+    assert await _group(Tokens((1, 2)), Tokens((1, 2))).step(()) == (1, 2)
+    group = _group(Tokens((1, 2)), Tokens((1, 3)))
+    with pytest.raises(RankDied, match="different tokens"):
+        await group.step(())
+    assert all(worker.killed for worker in group.workers)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_cause_is_told_and_not_that_others_missed_it(first):
+    """A rank that waited in vain says nothing about why."""
+    answers = [CheckpointError("broken"), CollectiveFailed("nobody came")]
+    with pytest.raises(CheckpointError, match="broken"):
+        await _group(answers[first], answers[1 - first]).same(Step(()), Tokens)
+
+
+async def test_a_dead_rank_is_told_while_another_never_answers():
+    """And from then on no rank gets a command."""
+    group = _group(None, RankDied("rank 1 has died"))
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(RankDied, match="rank 1"):
+                await group.step(())
+    assert [len(worker.commands) for worker in group.workers] == [1, 1]
+
+
+async def test_an_error_of_one_rank_waits_for_the_others():
+    """The stream of each rank is in order again when the caller hears of it."""
+    group = _group(CheckpointError("broken"), None)
+    asked = asyncio.ensure_future(group.same(Step(()), Tokens))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not asked.done()
+    asked.cancel()
