@@ -16,7 +16,7 @@ from engine_service.core.request import GenerationRequest, TokenEvent
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.versions import Spans
 from engine_service.errors import InvalidRequest, NotReady
-from engine_service.rpc import convert
+from engine_service.rpc import convert, convert_request
 from engine_service.rpc.status import answers, streams
 from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
@@ -38,7 +38,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Streams an answer; leaving the call frees its KV."""
         del context
         codec = self._ready_codec()
-        wanted = convert.request_from_proto(request, codec)
+        wanted = convert_request.request_from_proto(request, codec)
         answer = _Answer(wanted, codec.detokenizer())
         async with contextlib.aclosing(self._instance.engine.generate(wanted)) as events:
             async for event in events:
@@ -116,8 +116,8 @@ class _Answer:
                 response.text = self._detokenizer.push(event.token)
         if event.finish:
             response.text += self._detokenizer.flush()
-            response.finish_reason = convert.FINISH[event.finish]
-            usage = convert.usage_to_proto(self._request, self._spans.tokens)
+            response.finish_reason = convert_request.FINISH[event.finish]
+            usage = convert_request.usage_to_proto(self._request, self._spans.tokens)
             response.usage.CopyFrom(usage)
-            response.version_spans.extend(convert.spans_to_proto(self._spans.spans))
+            response.version_spans.extend(convert_request.spans_to_proto(self._spans.spans))
         return response
