@@ -22,31 +22,29 @@ import os
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import grpc
-
 from benchmarks import table
-from clients.channel import open_channel
+from benchmarks.transport_peers import (
+    PIECE_BYTES,
+    UNIT_BYTES,
+    Shared,
+    attach,
+    be_bare_client,
+    be_bare_server,
+    be_gloo,
+    be_seed,
+    new_arena,
+)
 from clients.launch import Service
 from engine_service.rpc.relay_link import GrpcRelayLink
-from relay_service.core.attachment import Attach
-from relay_service.core.dtypes import DType
-from relay_service.core.format import Format, Placement
-from relay_service.core.instance import State, Weights
-from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
-from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
-from relay_service.core.pull import PullOptions
-from relay_service.memory.host import HostArena, create_memfd, seal
-from relay_service.rpc.server import bind, new_server
+from relay_service.core.pull_report import PullOptions
+from relay_service.memory.host import HostArena
 
-UNIT_BYTES = (62 << 20) + (8 << 10)  # its last block is a short one
-PIECE_BYTES = 16 << 20
 GOALS = {
     "shm_over_memcpy": ">= 0.75",
     "grpc_over_bare_grpc": ">= 0.9",
@@ -62,140 +60,6 @@ COLUMNS = {
 }
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """An arena of another process of this benchmark, which keeps its descriptor open."""
-
-    pid: int
-    fd: int
-    manifest: Manifest
-
-    def map(self, *, writable: bool = False) -> HostArena:
-        """Maps it here."""
-        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR if writable else os.O_RDONLY)
-        try:
-            return HostArena(fd, self.manifest.data_bytes, writable=writable)
-        finally:
-            os.close(fd)
-
-
-def new_arena(name: str, manifest: Manifest) -> tuple[int, HostArena]:
-    """Makes a zeroed arena."""
-    fd = create_memfd(name, manifest.data_bytes)
-    arena = HostArena(fd, manifest.data_bytes, writable=True)
-    arena.write_header(name)
-    return fd, arena
-
-
-async def attach(relay: str, name: str, fd: int, manifest: Manifest) -> GrpcRelayLink:
-    """Attaches an instance: ready when its manifest is verified, else a dummy."""
-    digest = weights_digest([manifest])
-    link = GrpcRelayLink(relay)
-    message = Attach(
-        instance=name, generation=name, model="benchmark",
-        state=State.READY if digest else State.DUMMY, format=Format((("model", "benchmark"),)),
-        placement=Placement(), weights=Weights("v0" if digest else "", digest, 0),
-        manifests=(manifest,), artifacts={},
-    )  # fmt: skip
-    await link.attach(lambda: message, [fd])
-    return link
-
-
-def be_seed(pipe: Connection, relay: str, units: int) -> None:
-    """Serves an arena of random blocks, all different, until the pipe ends."""
-    tensor = (UNIT_BYTES // 2048, 1024)
-    manifest = lay_out(
-        0,
-        [UnitSpec(f"u.{n}", (TensorSpec(f"w.{n}", DType.BF16, tensor),)) for n in range(units)],
-    )
-    fd, arena = new_arena("seed", manifest)
-    digests, noise = [], os.urandom(BLOCK_BYTES)
-    for block in map(manifest.block, range(manifest.block_count)):
-        data = os.urandom(4096) + noise[4096 : block.nbytes]
-        digests.append(arena.land(block.offset, data))
-    seal(fd)
-    manifest = manifest.with_digests(digests)
-
-    async def serve() -> None:
-        link = await attach(relay, "seed", fd, manifest)
-        pipe.send(Shared(os.getpid(), fd, manifest))
-        await asyncio.to_thread(pipe.poll, None)
-        await link.close()
-
-    asyncio.run(serve())
-
-
-def be_bare_server(pipe: Connection, seed: Shared) -> None:
-    """Streams the seed's bytes to whoever calls, until the pipe ends."""
-    arena = seed.map()
-
-    async def read(_: bytes, __: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        for offset in range(0, arena.data_bytes, BLOCK_BYTES):
-            yield bytes(arena.view(offset, min(BLOCK_BYTES, arena.data_bytes - offset)))
-
-    async def serve() -> None:
-        server = new_server()
-        methods = {"Read": grpc.unary_stream_rpc_method_handler(read)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", methods),))
-        address = bind(server, "127.0.0.1:0")
-        await server.start()
-        pipe.send(address)
-        await asyncio.to_thread(pipe.poll, None)
-        await server.stop(None)
-
-    asyncio.run(serve())
-
-
-def be_bare_client(pipe: Connection, scratch: Shared, address: str) -> None:
-    """Reads the stream into the scratch arena, once per command."""
-    arena = scratch.map(writable=True)
-
-    async def read() -> float:
-        async with open_channel(address) as channel:
-            await channel.channel_ready()
-            began, offset = time.perf_counter(), 0
-            async for message in channel.unary_stream("/bare/Read")(b""):
-                ctypes.memmove(arena.address + offset, message, len(message))
-                offset += len(message)
-            return time.perf_counter() - began
-
-    pipe.send("ready")
-    table.answer(pipe, {"bare_grpc": lambda: asyncio.run(read())})
-
-
-def be_gloo(pipe: Connection, rank: int, store: str, seed: Shared, scratch: Shared) -> None:
-    """Sends (rank 0) or receives (rank 1) all pieces at once, once per command."""
-    import torch
-    from torch import distributed
-
-    pipe.send("ready")
-    warnings.filterwarnings("ignore", "The given buffer is not writable")
-    torch.set_num_threads(1)
-    source, target = (
-        torch.frombuffer(arena.view(0, arena.data_bytes), dtype=torch.uint8)
-        for arena in (seed.map(), scratch.map(writable=True))
-    )
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def move() -> float:
-        distributed.barrier()
-        began = time.perf_counter()
-        if rank == 0:
-            works = [distributed.isend(piece, 1) for piece in source.split(PIECE_BYTES)]
-        else:
-            works = [distributed.irecv(piece, 0) for piece in target.split(PIECE_BYTES)]
-        for work in works:
-            work.wait()
-        return time.perf_counter() - began
-
-    def copy() -> float:
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-
-    table.answer(pipe, {"gloo": move, "memcpy_torch": copy})
 
 
 @dataclass
