@@ -207,6 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(compare(units, rounds, Path(folder)))
     settings = {
+        "pages": "of one arena, long since touched: a first fill into fresh memory is slower",
         "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": PIECE_BYTES,
         "seconds": "shm, grpc: seconds_transfer of the report, from the first block asked for to "
         "the last one verified; others: from the first byte to the last one, connected before",
@@ -214,7 +215,8 @@ def main() -> None:
         "matching, lease and mapping the target's arena included",
         "versions": table.versions("grpcio", "torch", "xxhash"),
     }  # fmt: skip
-    table.write("relay_transports", settings, rows, COLUMNS, figures(rows), GOALS)
+    name = "relay_transports_quick" if options.quick else "relay_transports"
+    table.write(name, settings, rows, COLUMNS, figures(rows), GOALS)
 
 
 if __name__ == "__main__":

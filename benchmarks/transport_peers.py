@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import grpc
 
 from benchmarks import table
-from clients.channel import open_channel
+from clients.channel import OPTIONS
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.attachment import Attach
 from relay_service.core.dtypes import DType
@@ -122,7 +122,7 @@ def be_bare_client(pipe: Connection, scratch: Shared, address: str) -> None:
     arena = scratch.map(writable=True)
 
     async def read() -> float:
-        async with open_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
             await channel.channel_ready()
             began, offset = time.perf_counter(), 0
             async for message in channel.unary_stream("/bare/Read")(b""):

@@ -13,7 +13,7 @@ from relay_service.core.security import is_loopback
 
 MESSAGE_BYTES = 4 << 20
 """Most that one message may have, at every client and server."""
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Loopback and cluster addresses must not go through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
@@ -43,10 +43,10 @@ class Channel:
         # A token goes over nobody's network in the clear.
         self._sends_token = self._material is not None or is_loopback(address)
         if self._material is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
             secure = channel_credentials(self._material)
-            self._channel = grpc.aio.secure_channel(address, secure, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, secure, options=OPTIONS)
 
     async def __aenter__(self) -> Self:
         return self
