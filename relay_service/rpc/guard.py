@@ -49,7 +49,8 @@ def bind(server: grpc.aio.Server, listen: str, credentials: Credentials = NOTHIN
             port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise ConfigError(
-            f"cannot listen on {listen}: the port is in use or not ours", field="listen"
+            f"cannot listen on {listen}: the port is in use, or the address is not of this host",
+            field="listen",
         ) from error
     return f"{listen.rpartition(':')[0]}:{port}"
 
