@@ -69,14 +69,19 @@ class BlockingChannel:
         data = memoryview(_LENGTH.pack(len(frame)) + frame)
         try:
             sent = socket.send_fds(self._sock, [data], list(descriptors))
-            self._sock.sendall(data[sent:])
+            # Sending nothing would still fail where the reader, who has it all, has gone.
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
     def receive(self) -> bytes:
         """Waits for the next frame. Raises `ChannelClosed` at the end of the stream."""
         while (frame := self._frames.next()) is None:
-            data = self._sock.recv(_READ_BYTES)
+            try:
+                data = self._sock.recv(_READ_BYTES)
+            except OSError as error:  # the other side left without reading everything
+                raise ChannelClosed(str(error)) from error
             if not data:
                 raise ChannelClosed("the other side has closed the channel")
             self._frames.feed(data, [])
