@@ -13,7 +13,6 @@ RelayError
 │   ├── LeaseEnded         the lease is over
 │   └── EpochChanged       the source was updated while it was read
 ├── SourceFailed           a source died, stalled or broke the protocol
-├── NotYet                 the block is not verified there yet
 ├── NoSource               nobody (or nobody any more) can fill the target
 ├── CorruptBlock           bytes that do not match their digest
 ├── ResourceExhausted      no memory, no descriptors, too many readers
@@ -82,10 +81,6 @@ class EpochChanged(Refused):
 
 class SourceFailed(RelayError):
     """A source died, stalled or broke the protocol."""
-
-
-class NotYet(RelayError):
-    """The block is not verified there yet."""
 
 
 class NoSource(RelayError):

@@ -27,7 +27,6 @@ TABLE: dict[type[errors.RelayError], grpc.StatusCode] = {
     errors.Conflict: _Code.ALREADY_EXISTS,
     errors.Refused: _Code.FAILED_PRECONDITION,
     errors.SourceFailed: _Code.UNAVAILABLE,
-    errors.NotYet: _Code.UNAVAILABLE,
     errors.NoSource: _Code.UNAVAILABLE,
     errors.CorruptBlock: _Code.DATA_LOSS,
     errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,
