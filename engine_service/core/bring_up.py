@@ -1,6 +1,6 @@
 """Takes an instance to READY, or to a dummy that waits. Plain Python.
 
-disk     allocate → load → capture → probe recorded → READY
+disk     allocate → capture → load → probe recorded → READY
 relay    allocate → (fill ‖ capture) → READY, within the deadline
 neither  allocate → capture → DUMMY, until somebody fills it
 """
@@ -42,7 +42,7 @@ class BringUp:
             elif config.relay:
                 await self._from_relay()
             else:
-                await instance.allocate(read_folder(Path(config.model)))
+                await instance.allocate(self._folder_files())
                 instance.lifecycle.to(State.DUMMY)
                 await instance.capture()
         except EngineError as error:
@@ -52,7 +52,7 @@ class BringUp:
     async def _from_disk(self) -> None:
         instance = self._instance
         instance.lifecycle.to(State.LOADING)
-        await instance.allocate(read_folder(Path(instance.config.model)))
+        await instance.allocate(self._folder_files())
         await self._load()
         if instance.config.relay:
             try:
@@ -62,8 +62,8 @@ class BringUp:
                 _log.warning("not attached yet: %s", error)
 
     async def _load(self) -> None:
+        await self._instance.capture()  # first: a model that cannot serve need not be read
         await self._instance.load()
-        await self._instance.capture()
         await self._instance.serve_from_disk()
 
     async def _from_relay(self) -> None:
@@ -110,10 +110,15 @@ class BringUp:
             else:
                 return
 
+    def _folder_files(self) -> dict[str, bytes]:
+        with self._instance.phases.measure("config"):
+            return read_folder(Path(self._instance.config.model))
+
     async def _files_in_time(self) -> dict[str, bytes]:
         try:
-            async with asyncio.timeout(self._seconds_left):
-                return await self._files()
+            with self._instance.phases.measure("config"):
+                async with asyncio.timeout(self._seconds_left):
+                    return await self._files()
         except TimeoutError:
             raise self._too_late(f"no model was offered; {self._last_note}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
@@ -91,10 +92,14 @@ class Instance:
         self._files = files
         self.codec = TextCodec(files)
         self._limit_context()
-        with self.phases.measure("allocate"):
-            await self.ranks.allocate(
-                [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
-            )
+        asked = time.monotonic()
+        await self.ranks.allocate(
+            [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
+        )
+        imported = max(arena.imported_at for arena in self.ranks.arenas)
+        self.phases.add("imports", self.phases.origin, imported)
+        # Memory is allocated while the ranks import: what is counted is what came on top.
+        self.phases.add("allocate", max(asked, imported), time.monotonic())
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
 
     async def load(self) -> None:

@@ -69,7 +69,7 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
-    """Captures the decode graph. Answered by `Done`."""
+    """Audits what a pass reads, and captures the decode graph. Answered by `Done`."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -112,6 +112,8 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     """Format facts of this rank's model and kernel format."""
     address: int
     page_kind: str
+    imported_at: float
+    """When the rank had imported what it needs, on the host's monotonic clock, in seconds."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

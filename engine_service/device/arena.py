@@ -11,7 +11,8 @@ import os
 
 import torch
 
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.plan import Memory
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import ArenaError
 from relay_service.core.manifest import Manifest, TensorEntry, block_digest
 from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
@@ -20,12 +21,10 @@ from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
 class Arena:
     """One rank's weights. Lives as long as the process: views of it are everywhere."""
 
-    def __init__(self, manifest: Manifest, generation: str) -> None:
-        """Allocates the memory, all zero. Raises `relay_service.errors.ResourceExhausted`."""
+    def __init__(self, manifest: Manifest, memory: Memory) -> None:
+        """Takes over memory that was allocated for `manifest`."""
         self.manifest = manifest
-        self.fd = create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
-        self._memory = HostArena(self.fd, manifest.data_bytes, writable=True)
-        self._memory.write_header(generation)
+        self.fd, self._memory = memory.fd, memory.mapping
         with torch.inference_mode(mode=False):  # else nobody may write them in place later
             self._bytes = _bytes_of(self._memory)
             self.tensors: dict[str, torch.Tensor] = {

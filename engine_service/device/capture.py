@@ -31,7 +31,9 @@ def trace(model: object, stage: Stage, inputs: int) -> Graph:
     """
     graph, count = fx.Graph(), len(stage.WEIGHTS)
     tracer = _Tracer(graph, model, _name(stage))
-    arguments = [fx.Proxy(graph.placeholder(f"x{n}"), tracer) for n in range(count + inputs)]
+    arguments: list[Any] = [
+        fx.Proxy(graph.placeholder(f"x{n}"), tracer) for n in range(count + inputs)
+    ]
     try:
         result = stage.bound(arguments[:count]).forward(*arguments[count:])
         graph.output(tracer.create_arg(result))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine_service.device.config import ModelConfig
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from relay_service.core.dtypes import DType
 
 SCRATCH_TOKENS = 32

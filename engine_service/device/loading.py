@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
-from engine_service.device.dtypes import TORCH_DTYPES, stored_dtype
+from engine_service.device.dtypes import stored_dtype
 from engine_service.device.fitting import check_fit
 from engine_service.device.sharding import Slice
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import CheckpointError
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest

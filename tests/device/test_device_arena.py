@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine_service.device.arena import Arena
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.plan import allocate
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES
@@ -27,7 +28,8 @@ for line in sys.stdin:
 
 
 def _arena(*specs: TensorSpec) -> Arena:
-    return Arena(lay_out(0, [UnitSpec("unit", specs)]), "tests")
+    manifest = lay_out(0, [UnitSpec("unit", specs)])
+    return Arena(manifest, allocate(manifest, "tests"))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from engine_service.device.models.llama_format import (
     computed_tensors,
     unit_specs,
 )
+from engine_service.device.plan import allocate
 from engine_service.device.sharding import Shard, Slice, check_divides, rank_config
 from engine_service.errors import UnsupportedModel
 from relay_service.core.layout import lay_out
@@ -23,7 +24,8 @@ SHAPE = {"vocab_size": 204, "num_attention_heads": 12, "head_dim": 16, "intermed
 
 
 def _rank_arena(folder, config, shard, served="float32"):
-    arena = Arena(lay_out(shard.rank, unit_specs(config, served_dtype(served), shard)), "tests")
+    manifest = lay_out(shard.rank, unit_specs(config, served_dtype(served), shard))
+    arena = Arena(manifest, allocate(manifest, "tests"))
     slices = checkpoint_slices(config, shard)
     manifest, bytes_read = load(arena, folder, slices, computed_tensors(config))
     assert manifest == arena.digested()
