@@ -212,8 +212,11 @@ def figures(rows: list[table.Row]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def models(*, quick: bool, rounds: int, out: Path) -> list[Model]:
-    """Makes or finds the models: SmolLM2 and a random one of 2 GiB, in two types each."""
+def models(*, quick: bool, rounds: int, only: str, out: Path) -> list[Model]:
+    """Makes or finds the models: SmolLM2 and a random one of 2 GiB, in two types each.
+
+    `only` is a part of their names.
+    """
 
     def random(dtype: str, folder: Path | None, **wish: int) -> ModelFolder:
         shape = ShapeWish(**wish).shape(dtype)
@@ -229,6 +232,7 @@ def models(*, quick: bool, rounds: int, out: Path) -> list[Model]:
             ("random", lambda dtype: random(dtype, None, size_bytes=2 << 30)),
         )
         for dtype in ("float32", "bfloat16")
+        if only in f"{name} {dtype}"
     ]
 
 
@@ -237,13 +241,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, 1 round: a smoke test")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of each model")
+    parser.add_argument("--only", default="", help="part of the models' names, such as smollm2")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[table.Row] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        chosen = models(quick=options.quick, rounds=options.rounds, out=folder)
+        chosen = models(quick=options.quick, rounds=options.rounds, only=options.only, out=folder)
         for model in chosen:
             with ExitStack() as stack:
                 rows += asyncio.run(Bench(model, folder, stack).run())

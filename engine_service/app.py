@@ -37,8 +37,8 @@ FAILED_LINGER_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: EngineConfig) -> None:
-    """Runs an engine until SIGTERM or SIGINT.
+async def serve(config: EngineConfig, ranks: RankGroup) -> None:
+    """Runs an engine on ranks that were spawned, until SIGTERM or SIGINT.
 
     Raises `EngineError` when it cannot listen, or can never be ready.
     """
@@ -49,7 +49,7 @@ async def serve(config: EngineConfig) -> None:
     metrics = MetricsServer(config.metrics_listen, config.security)
     with rpc.own_errors():
         metrics_address = await metrics.start()
-    instance = await _build(config, credentials)
+    instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
@@ -81,11 +81,10 @@ async def serve(config: EngineConfig) -> None:
         raise EngineError(failed)
 
 
-async def _build(config: EngineConfig, credentials: Credentials) -> Instance:
+def _build(config: EngineConfig, ranks: RankGroup, credentials: Credentials) -> Instance:
     limits = Limits(
         config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
     )
-    ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
     model = Path(config.model).resolve().name
     identity = Identity(config.name, uuid.uuid4().hex, model)

@@ -92,11 +92,7 @@ async def spawn(rank: int, threads: int, shared: tuple[int, ...]) -> RankWorker:
             pass_fds=(theirs.fileno(), *shared),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # stdout belongs to the line that says we listen
-            env={
-                **os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
-                # Torch asks for huge pages: the KV cache is there after fewer page faults.
-                "THP_MEM_ALLOC_ENABLE": "1",
-            },
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
         )  # fmt: skip
     _log.info("rank %d is process %d", rank, process.pid)
     return RankWorker(rank, process, AsyncChannel(ours))
