@@ -8,6 +8,7 @@ may go on while weights land.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine_service.errors import CaptureError
 
 Graph = Callable[..., Any]
 _PROOF_ROWS = 64
+_PROOF_NUMBERS = 1_000_003
 
 
 def trace(model: object, stage: Stage, inputs: int) -> Graph:
@@ -86,9 +88,15 @@ def check_uniform(layers: Sequence[Stage]) -> None:
 
 
 def _random_like(weight: Tensor, stage: Stage) -> Tensor:
-    """Tables by token or position are cut short: the graph takes any number of rows."""
+    """Tables by token or position are cut short: the graph takes any number of rows.
+
+    Random numbers are repeated beyond a prime count, so that no two rows are alike.
+    """
     rows = min(len(weight), _PROOF_ROWS) if stage.TABLES and weight.dim() > 1 else len(weight)
-    return torch.rand(rows, *weight.shape[1:]).sub_(0.5).to(weight.dtype)
+    count = rows * math.prod(weight.shape[1:])
+    drawn = torch.rand(min(count, _PROOF_NUMBERS)).sub_(0.5).to(weight.dtype)
+    repeated = drawn.repeat(-(-count // len(drawn)))[:count] if count else drawn
+    return repeated.view(rows, *weight.shape[1:])
 
 
 def _name(stage: Stage) -> str:

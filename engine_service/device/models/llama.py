@@ -112,7 +112,7 @@ class Llama:
             hidden = layer.forward(
                 hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
-        return self.head.forward(hidden[-len(batch.lengths) :])
+        return self.head.forward(hidden[-batch.lengths.shape[0] :])
 
 
 def _split(heads: Tensor, first: int) -> tuple[Tensor, Tensor]:
