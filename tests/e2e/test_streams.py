@@ -145,7 +145,8 @@ async def _holds(engine: Service, *, used: bool) -> bool:
 
 
 async def _is_moving(target: Service) -> bool:
-    return (await status_of(target)).state == weights_pb2.INSTANCE_STATE_LANDING
+    progress = (await status_of(target)).progress
+    return progress.source_instance == "leaving" and progress.bytes_verified > 0
 
 
 async def _finish(client: EngineClient) -> int:
