@@ -7,11 +7,10 @@ from pathlib import Path
 
 from engine_service.core import messages
 from engine_service.device import probe
-from engine_service.device.arena import Arena
 from engine_service.device.audit import audit
 from engine_service.device.config import parse_config
+from engine_service.device.devices import open_device
 from engine_service.device.dtypes import served_dtype
-from engine_service.device.graphs import GraphRunner
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
@@ -33,7 +32,7 @@ class Rank:
         """Builds this rank's part on an arena of zeros, meets the others, audits what it reads.
 
         `rendezvous_fd` is where several ranks meet. Raises `ModelError` for a model that is
-        not supported or cannot be split, `ConfigError` for a placement that isn't,
+        not supported or cannot be split, `ConfigError` for a placement or device that isn't,
         `CollectiveFailed` when another rank stays away, `ArenaError` for a tensor outside
         the arena.
         """
@@ -47,18 +46,21 @@ class Rank:
         self.shard = Shard(settings.rank, settings.world_size)
         check_divides(self.config, settings.world_size)
         specs = llama_format.unit_specs(self.config, dtype, self.shard)
-        self.arena = Arena(lay_out(settings.rank, specs), settings.generation)
+        device = open_device(settings)
+        self.arena = device.allocate(lay_out(settings.rank, specs), settings.generation)
         own = rank_config(self.config, self.shard)
-        self.model = Llama(own, self.arena.tensors, join(settings, rendezvous_fd))
-        self.cache = KVCache(own, dtype, settings.kv_blocks, settings.kv_block_tokens)
+        self.model = Llama(own, self.arena.tensors, join(settings, rendezvous_fd, device.meet))
+        self.cache = KVCache(own, dtype, settings.kv_blocks, settings.kv_block_tokens, device.torch)
         audit(self.model, self.arena, self.cache)
-        self.graphs = GraphRunner(self.model, self.cache)
+        self.graphs = device.graphs(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
 
     def allocated(self) -> messages.Allocated:
-        """Describes the arena, whose descriptor is `arena.fd`."""
+        """Describes the arena, whose descriptors are `arena.descriptors`."""
         arena = self.arena
-        return messages.Allocated(arena.manifest, self.facts, arena.address, arena.page_kind)
+        return messages.Allocated(
+            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors)
+        )
 
     def load(self, folder: Path, progress: Progress) -> messages.Loaded:
         """Fills the arena from a checkpoint and seals it.
@@ -84,8 +86,14 @@ class Rank:
         return messages.Tokens(self.runner.step(rows))
 
     def record_probe(self) -> messages.Recorded:
-        """Runs and records the probe."""
-        return messages.Recorded(probe.record(self.runner, self.cache, self.config.vocab_size))
+        """Runs and records the probe.
+
+        Raises `ProbeMismatch` when graphs that were not proven at capture compute otherwise.
+        """
+        recorded = probe.record(self.runner, self.cache, self.config.vocab_size)
+        if not self.graphs.proven:
+            self.check_probe(recorded)
+        return messages.Recorded(recorded)
 
     def check_probe(self, recorded: bytes) -> None:
         """Raises `ProbeMismatch` when the weights compute something else."""
@@ -94,10 +102,5 @@ class Rank:
 
 
 def _check_placement(settings: messages.RankConfig) -> None:
-    if settings.device != "cpu":
-        raise ConfigError(
-            f"device {settings.device} is not supported, only cpu",
-            field="device", found=settings.device, expected="cpu",
-        )  # fmt: skip
     if not 0 <= settings.rank < settings.world_size:
         raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

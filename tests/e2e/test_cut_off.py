@@ -59,7 +59,7 @@ class SilentRelay:
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Lands every byte of the seed."""
         size = self.seed.manifests[0].data_bytes
-        source = HostArena(self.seed.ranks.descriptors[0], size, writable=False)
+        source = HostArena(self.seed.ranks.descriptors[0][0], size, writable=False)
         ctypes.memmove(self.mapping.address, source.address, size)
         source.close()
         if self.writes_while_cut_off:
