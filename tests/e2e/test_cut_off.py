@@ -135,3 +135,19 @@ async def test_a_write_before_the_cut_is_found(seed: Instance, model: Path) -> N
         await Filler(target).fill("silent", PullOptions(), lambda _: None)
     assert target.lifecycle.state is State.FAILED
     await target.close()
+
+
+async def test_memory_that_cannot_be_cut_off_never_serves(
+    seed: Instance, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device no mapping can be taken away: the instance fails instead of serving."""
+    target = await _start(model, "dummy", SilentRelay(seed))
+
+    async def refuses() -> list[Manifest]:
+        raise ArenaError("memory on a device cannot be taken away")
+
+    monkeypatch.setattr(target.ranks, "cut_off", refuses)
+    with pytest.raises(ArenaError, match="cannot be taken away"):
+        await Filler(target).fill("silent", PullOptions(), lambda _: None)
+    assert target.lifecycle.state is State.FAILED
+    await target.close()
