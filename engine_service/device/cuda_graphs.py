@@ -143,17 +143,19 @@ class _CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._aside: Any = None
 
     def __call__(self, forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Libraries allocate and choose kernels when they first run, which no graph can hold.
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        # Always on the same stream: each one costs the libraries a workspace of its own.
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             for _ in range(_WARM_UPS):
                 forward()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls count: NCCL has a thread that asks the device all the time.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
