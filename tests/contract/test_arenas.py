@@ -5,11 +5,13 @@ import threading
 
 import pytest
 from fake_cuda import FakeDriver
+from fake_libcuda import FakeLibrary
 from fakes import BytesArena, lay_out_bytes, random_bytes, seam_layout
 
 from relay_service.core.manifest import BLOCK_BYTES, block_digest
 from relay_service.errors import ManifestError, ResourceExhausted
 from relay_service.memory import cuda
+from relay_service.memory.cuda_driver import CudaDriver
 from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
 
 SIZE = 3 * BLOCK_BYTES + 12288
@@ -45,7 +47,14 @@ class OnDevice:
         return cuda.import_arena(self.driver, descriptors, data_bytes, writable=writable)
 
 
-@pytest.fixture(params=[OnHost, OnDevice], ids=["host", "cuda"])
+class ThroughTheLibrary(OnDevice):
+    """The same through the bindings of the driver's library."""
+
+    def __init__(self):
+        self.driver = CudaDriver(FakeLibrary(FakeDriver()))
+
+
+@pytest.fixture(params=[OnHost, OnDevice, ThroughTheLibrary], ids=["host", "cuda", "libcuda"])
 def place(request):
     """Where arenas lie."""
     return request.param()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_cuda import GRANULARITY, FakeDriver
+from fake_libcuda import FakeLibrary
 from fakes import lay_out_bytes, random_bytes
 
 from relay_service.core.manifest import BLOCK_BYTES, block_digest
@@ -26,6 +27,12 @@ def driver():
     driver = FakeDriver()
     yield driver
     assert not +driver.live
+
+
+@pytest.fixture
+def bound(driver):
+    """The same driver, called through the bindings of its library."""
+    return cuda_driver.CudaDriver(FakeLibrary(driver))
 
 
 @pytest.fixture
@@ -165,6 +172,54 @@ def test_structures_are_laid_out_as_in_c():
     assert (properties.alloc_flags.offset, properties.alloc_flags.size) == (24, 8)
     assert ctypes.sizeof(cuda_abi.AccessDescription) == 12
     assert cuda_abi.AccessDescription.flags.offset == 8
+
+
+def test_the_bindings_find_devices(bound, driver):
+    """Devices are found by their UUID, whole."""
+    assert bound.devices() == driver.uuids
+
+
+def test_the_bindings_name_call_and_error(bound):
+    """An error of the library is told by the names of the call and of the error."""
+    with pytest.raises(ResourceExhausted, match="cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        bound.allocate(0, 1 << 30)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE") as caught:
+        bound.use(7)
+    assert caught.value.details["call"] == "cuDevicePrimaryCtxRetain"
+
+
+def test_the_bindings_leave_nothing_of_a_map_that_failed(bound, driver):
+    """An allocation that is too small gives its address range back."""
+    bound.use(0)
+    handle = bound.allocate(0, GRANULARITY)
+    with pytest.raises(DeviceError, match="cuMemMap"):
+        bound.map(handle, 0, 2 * GRANULARITY, writable=True)
+    assert not bound._library._reserved
+    bound.release(handle)
+
+
+def test_an_arena_through_the_bindings_leaves_nothing(bound, driver):
+    """Everything that an arena takes from the library it gives back."""
+    arena, descriptors = cuda.create(bound, 1, "tests", "tests", SIZE)
+    reader = cuda.import_arena(bound, descriptors, SIZE, writable=False)
+    arena.land(0, b"through C and back")
+    assert bytes(reader.view(0, 18)) == b"through C and back"
+    with pytest.raises(DeviceError):
+        reader.land(0, b"no")
+    reader.close()
+    arena.close()
+    for fd in descriptors:
+        os.close(fd)
+    assert not bound._library._reserved
+
+
+def test_a_library_without_a_function_is_too_old(driver):
+    """A driver that lacks a call is refused when it is loaded, with what to do."""
+    library = FakeLibrary(driver)
+    library.cuMemMap = None
+    with pytest.raises(DeviceError, match="has no cuMemMap") as caught:
+        cuda_driver.CudaDriver(library)
+    assert caught.value.details["hint"] == "update the driver"
 
 
 def test_without_a_driver_a_device_is_refused(monkeypatch, shared):

@@ -83,6 +83,7 @@ def test_a_wider_context_takes_a_wider_graph(tied):
 
 def test_idle_rows_leave_everything_alone(rank):
     """What the rows of others hold, and the block that pads tables, stays as it was."""
+    _both(rank, _rows(4))  # whose fourth row must not come back
     with torch.inference_mode():
         rank.cache.keys[:, :64] = 7
         rank.cache.values[:, :64] = 7

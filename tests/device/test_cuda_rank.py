@@ -10,6 +10,8 @@ from tiny_llama import Sequence, run, serving_rank, start_message
 
 from engine_service.core.messages import RankConfig
 from engine_service.device import devices
+from engine_service.device.loading import load
+from engine_service.device.models import llama_format
 from engine_service.device.rank import Rank
 from engine_service.errors import ArenaError, ConfigError, ProbeMismatch, WrongState
 from relay_service.core.dtypes import DType
@@ -100,6 +102,15 @@ def test_a_checkpoint_lands_on_a_device_as_on_the_host(driver, tied, untied):
             loaded = [rank.load(folder, lambda _done, _total: None) for rank in (here, there)]
             assert loaded[0] == loaded[1]
             assert there.arena.digested() == loaded[0].manifest
+
+
+def test_loading_waits_for_the_last_copy(driver, tied):
+    """When loading returns, every tensor holds its values."""
+    rank, expected = Rank(start_message(tied, device="cuda")), serving_rank(tied)
+    slices = llama_format.checkpoint_slices(rank.config)
+    load(rank.arena, tied, slices, llama_format.computed_tensors(rank.config))
+    for name, tensor in expected.arena.tensors.items():
+        assert torch.equal(rank.arena.tensors[name], tensor), name
 
 
 def test_a_seed_on_a_device_fills_a_target_on_one(driver, tied):
