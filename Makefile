@@ -41,9 +41,9 @@ test-all: model ## Run the complete matrices
 	@$(BIN)/pytest -q -m "not gpu"
 
 test-gpu: ## Prove the CUDA path on this host's device; without one it says so and passes
-	@if $(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; \
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())' 2>/dev/null; \
 	  then $(PYTHON) -m tests.gpu; \
-	  else $(MAKE) --no-print-directory setup && $(BIN)/python -m tests.gpu; fi
+	  else $(MAKE) -s setup && $(BIN)/python -m tests.gpu; fi
 
 lint: $(READY) ## Check style, types, rings, protos and generated code
 	@$(BIN)/ruff check .

@@ -24,7 +24,7 @@ SMALL = ModelConfig(
 # and so travel, and nothing installed but torch, numpy and xxhash.
 SETTING = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tests" / "device")!r}, {str(ROOT)!r}]
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
 for name in ("msgspec", "grpc", "google", "safetensors", "tokenizers", "typer", "pytest"):
     sys.modules[name] = None
 from tests.gpu import stand_in
