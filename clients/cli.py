@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -23,11 +24,29 @@ from relay_service.rpc.convert import format_from_proto, placement_from_proto
 from seedrelay.v1 import engine_pb2, weights_pb2
 
 app = typer.Typer(
-    help="Brings up LLM inference replicas from one that already serves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(value: bool) -> None:  # noqa: FBT001 (typer calls it so)
+    if value:
+        say(f"seedrelay {version('seedrelay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    *,
+    version_: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Bring up LLM inference replicas from one that already serves."""
+    del version_  # its callback has shown it
+
+
 app.command("engine")(cli_serve.engine)
 app.command("relay")(cli_serve.relay)
 app.add_typer(cli_model.app, name="model")

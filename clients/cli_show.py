@@ -20,6 +20,9 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
     say(f"  running {shown['running']}, waiting {shown['waiting']}, "
         f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
+    if how_far := shown["progress"]:
+        say(f"  {how_far['phase']} {how_far['source_instance']}".rstrip() +
+            f": {how_far['bytes_verified']}/{how_far['bytes_total']} bytes")  # fmt: skip
     for rank in shown["ranks"]:
         say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
             f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip
@@ -32,7 +35,7 @@ def relay(shown: dict[str, object], *, as_json: bool) -> None:
         return
     say(f"relay {shown['address']}, directory {shown['directory'] or 'itself'}")
     for one in _dicts(shown["instances"]):
-        say(f"  {one['instance']}  {one['state']}  {one['weight_version'] or '-'}  "
+        say(f"  {one['instance']}  {one['state']}  {one['model']}  {one['weight_version'] or '-'}  "
             f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
     for one in _dicts(shown["transfers"]):
         way = f"from {one['source_instance'] or '?'} over {one['transport'] or '?'}"

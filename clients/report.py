@@ -51,6 +51,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             "kv_block_tokens": status.limits.kv_block_tokens,
         },
         "format_fingerprint": status.format.fingerprint,
+        "progress": progress(status.progress) if status.HasField("progress") else None,
         "fill": pull(status.fill) if status.HasField("fill") else None,
         "phases": [
             {"name": p.name, "begin_seconds": p.begin_seconds, "end_seconds": p.end_seconds}

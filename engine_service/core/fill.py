@@ -52,12 +52,19 @@ class Filler:
                 field="state", expected="DUMMY", found=str(instance.lifecycle.state),
             )  # fmt: skip
         async with self._filling:
-            log = FillLog(instance.identity.name, relay, on_progress)
+
+            def note(progress: FillProgress) -> None:
+                instance.filling = progress
+                on_progress(progress)
+
+            log = FillLog(instance.identity.name, relay, note)
             try:
                 report = await self._fill(relay, options, log)
             except BaseException as error:
                 log.failed(error)
                 raise
+            finally:
+                instance.filling = None
             log.done(report)
             return report
 

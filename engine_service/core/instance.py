@@ -24,7 +24,7 @@ from engine_service.core.messages import (
     Start,
 )
 from engine_service.core.phases import Phases
-from engine_service.core.ports import FillReport, OpenLink, RelayLink
+from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec, read_json
 from engine_service.errors import ConfigError, WrongState
@@ -67,6 +67,8 @@ class Instance:
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
+        self.filling: FillProgress | None = None
+        """How far a fill is, while there is one."""
         self._open_link = open_link
         self._files: dict[str, bytes] = {}
         self._capturing: asyncio.Future[None] | None = None
@@ -80,6 +82,15 @@ class Instance:
     def placement(self) -> Placement:
         """Where the ranks lie."""
         return Placement(tensor_parallel_size=self.config.tensor_parallel_size)
+
+    @property
+    def progress(self) -> FillProgress | None:
+        """How far it is with its weights, while it reads or is sent them."""
+        if self.lifecycle.state is not State.LOADING:
+            return self.filling
+        each = [worker.progress for worker in self.ranks.workers]
+        done, total = sum(done for done, _ in each), sum(total for _, total in each)
+        return FillProgress(phase="loading", bytes_verified=done, bytes_total=total)
 
     async def allocate(self, files: dict[str, bytes]) -> None:
         """Has every rank build the model on an arena of zeros. Raises `ModelError`."""

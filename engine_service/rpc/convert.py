@@ -57,6 +57,8 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
     )
     if instance.fill_report is not None:
         status.fill.CopyFrom(report_to_proto(instance.fill_report, instance.lifecycle.state))
+    if instance.progress is not None:
+        status.progress.CopyFrom(progress_to_proto(instance.progress))
     if instance.format is not None:
         facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in instance.format.facts]
         status.format.CopyFrom(

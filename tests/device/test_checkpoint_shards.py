@@ -1,6 +1,7 @@
 """Shards are joined by their index, and by nothing else."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,27 @@ def test_an_index_that_disagrees_is_refused_by_name(tmp_path, case):
     break_it(folder)
     with pytest.raises(CheckpointError, match=named):
         serving_rank(folder)
+
+
+class _Marker:
+    """Creates a folder in whoever unpickles it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", FILE])
+def test_a_pickle_is_never_read(tmp_path, name):
+    """Weights that would run code are refused, whatever their file is called."""
+    folder, marker = write_checkpoint(tmp_path), tmp_path / "marker"
+    (folder / FILE).unlink()
+    torch.save(_Marker(marker), folder / name)
+    with pytest.raises(CheckpointError, match=FILE):
+        serving_rank(folder)
+    assert not marker.exists()
+    with (folder / name).open("rb") as file:
+        torch.load(file, weights_only=False)  # it would have worked
+    assert marker.is_dir()

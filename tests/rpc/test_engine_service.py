@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -278,6 +279,15 @@ async def test_the_status(service):
     service.ranks.gate.set()
     await reading
     assert (await service.client.status()).running == 0
+
+
+async def test_the_status_says_how_far_it_is(service):
+    """Loading is what the ranks have read together; a ready instance has no progress."""
+    assert not (await service.client.status()).HasField("progress")
+    service.instance.lifecycle.state = State.LOADING
+    service.ranks.workers = [SimpleNamespace(progress=(3, 10)), SimpleNamespace(progress=(4, 11))]
+    progress = (await service.client.status()).progress
+    assert (progress.phase, progress.bytes_verified, progress.bytes_total) == ("loading", 7, 21)
 
 
 # Leaving and failing

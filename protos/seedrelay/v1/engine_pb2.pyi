@@ -152,7 +152,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., begin_seconds: _Optional[float] = ..., end_seconds: _Optional[float] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "limits", "format", "placement", "phases", "relay", "fill")
+    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "limits", "format", "placement", "phases", "relay", "fill", "progress")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class EngineStatus(_message.Message):
     PHASES_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     state: _weights_pb2.InstanceState
     reason: str
     instance: str
@@ -191,7 +192,8 @@ class EngineStatus(_message.Message):
     phases: _containers.RepeatedCompositeFieldContainer[Phase]
     relay: str
     fill: _weights_pb2.PullReport
-    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ...) -> None: ...
+    progress: _weights_pb2.PullProgress
+    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
