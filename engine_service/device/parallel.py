@@ -101,7 +101,10 @@ def meet_over_gloo(store: Any, settings: RankConfig) -> Any:
 
 
 def meet_over_nccl(store: Any, settings: RankConfig) -> Any:
-    """Opens a process group on CUDA; its collectives may be captured in a graph."""
+    """Opens a process group on CUDA; its collectives may be captured in a graph.
+
+    The ranks meet in their first collective, which is in the audit's pass at start.
+    """
     nccl = _distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _timeout(settings)  # noqa: SLF001 - as above
