@@ -21,13 +21,15 @@ from engine_service.core.fill import Filler
 from engine_service.core.instance import Identity, Instance
 from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
-from engine_service.errors import EngineError
+from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
 from engine_service.rpc.metrics import EngineCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
 from relay_service.core.process import announce_listening, stop_on_signals
+from relay_service.errors import DeviceError
+from relay_service.memory import cuda_driver
 from relay_service.rpc.metrics_server import MetricsServer
 from seedrelay.v1 import engine_pb2_grpc
 
@@ -42,6 +44,7 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> None:
 
     Raises `EngineError` when it cannot listen, or can never be ready.
     """
+    _check_device(config)
     stopping = stop_on_signals()
     credentials = rpc.credentials(config.security)
     server = rpc.new_server(credentials)
@@ -79,6 +82,22 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> None:
         tasks[0].cancel()
     if failed:
         raise EngineError(failed)
+
+
+def _check_device(config: EngineConfig) -> None:
+    """Raises `ConfigError` where a rank would have no device: sooner than a worker could."""
+    if config.device != "cuda":
+        return
+    try:
+        count = len(cuda_driver.load().devices())
+    except DeviceError as error:
+        raise ConfigError.of(error) from error
+    if count < config.tensor_parallel_size:
+        raise ConfigError(
+            f"{config.tensor_parallel_size} ranks need a CUDA device each, there are {count}",
+            field="tp", expected=str(config.tensor_parallel_size), found=str(count),
+            hint="lower --tp, or show more devices with CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
 
 
 def _build(config: EngineConfig, ranks: RankGroup, credentials: Credentials) -> Instance:

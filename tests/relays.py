@@ -45,10 +45,11 @@ class Fleet:
         return self._clients[-1]
 
     async def engine(
-        self, relay: Relay, name: str, *contents: bytes, layout: Manifest | None = None, **changes
-    ) -> FakeEngine:
+        self, relay: Relay, name: str, *contents: bytes, layout: Manifest | None = None,
+        memory: Memory | None = None, **changes,
+    ) -> FakeEngine:  # fmt: skip
         """Attaches an engine through the real protocol; without contents it is a dummy."""
-        engine = FakeEngine(name, Memory([layout or self.layout], contents))
+        engine = FakeEngine(name, memory or Memory([layout or self.layout], contents))
         self._engines.append(engine)
         path = socket_path(relay.address)
         answer = await engine.attach(path, **changes)

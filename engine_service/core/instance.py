@@ -159,7 +159,9 @@ class Instance:
         link = self.link_to(relay)
         try:
             with self.phases.measure("attach"):
-                await link.attach(self.describe, self.ranks.descriptors)
+                await link.attach(
+                    self.describe, [fd for one in self.ranks.descriptors for fd in one]
+                )
         except ConfigError:
             await self.leave_relay()  # denied for good; another one may still be named
             raise
@@ -184,6 +186,7 @@ class Instance:
             format=Format(self.ranks.arenas[0].facts), placement=self.placement,
             weights=self.engine.weights, manifests=tuple(self.manifests),
             artifacts=self._files, probe=self.probe,
+            descriptors_per_rank=self.ranks.arenas[0].descriptors,
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -104,7 +104,7 @@ class CheckProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The arena exists; its descriptor travels with this message."""
+    """The arena exists; its descriptors travel with this message."""
 
     manifest: Manifest
     """Without digests."""
@@ -112,6 +112,7 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     """Format facts of this rank's model and kernel format."""
     address: int
     page_kind: str
+    descriptors: int
     imported_at: float
     """When the rank had imported what it needs, on the host's monotonic clock, in seconds."""
 

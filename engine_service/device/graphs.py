@@ -24,6 +24,8 @@ from engine_service.errors import CaptureError
 class GraphRunner:
     """Owns the captured graphs of one model."""
 
+    proven = True
+
     def __init__(self, model: Llama, cache: KVCache) -> None:
         self._model = model
         self._cache = cache

@@ -36,15 +36,21 @@ class Plan:
     shard: Shard
     manifest: Manifest
     """Without digests."""
-    memory: Memory
+    memory: Memory | None
+    """None for a rank whose memory lies on a device; torch's driver comes first there."""
 
 
 def allocate(manifest: Manifest, generation: str) -> Memory:
     """Allocates an arena. Raises `relay_service.errors.ResourceExhausted`."""
-    fd = create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
+    fd = create_backing(manifest)
     mapping = HostArena(fd, manifest.data_bytes, writable=True)
     mapping.write_header(generation)
     return Memory(fd, mapping)
+
+
+def create_backing(manifest: Manifest) -> int:
+    """Creates what backs an arena in host memory; returns its descriptor."""
+    return create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
 
 
 def plan(start: messages.Start) -> Plan:
@@ -61,14 +67,10 @@ def plan(start: messages.Start) -> Plan:
     shard = Shard(settings.rank, settings.world_size)
     check_divides(config, settings.world_size)
     manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard))
-    return Plan(config, dtype, shard, manifest, allocate(manifest, settings.generation))
+    memory = allocate(manifest, settings.generation) if settings.device == "cpu" else None
+    return Plan(config, dtype, shard, manifest, memory)
 
 
 def _check_placement(settings: messages.RankConfig) -> None:
-    if settings.device != "cpu":
-        raise ConfigError(
-            f"device {settings.device} is not supported, only cpu",
-            field="device", found=settings.device, expected="cpu",
-        )  # fmt: skip
     if not 0 <= settings.rank < settings.world_size:
         raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

@@ -90,7 +90,7 @@ def _feed(
 
 
 def _compare(expected: ProbeStep, logits: Tensor, limit: float, where: str) -> None:
-    wanted, found = torch.tensor(expected.logits), logits[list(expected.tokens)]
+    wanted, found = torch.tensor(expected.logits), logits[list(expected.tokens)].cpu()
     difference = relative_difference(wanted, found)
     if not difference <= limit:
         raise ProbeMismatch(

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from engine_service.core import messages
 from engine_service.device import probe
-from engine_service.device.arena import Arena
 from engine_service.device.audit import audit
-from engine_service.device.graphs import GraphRunner
+from engine_service.device.devices import open_device
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
@@ -33,24 +32,30 @@ class Rank:
         """Builds this rank's part on an arena of zeros, and meets the others.
 
         `rendezvous_fd` is where several ranks meet, `planned` what was planned for `start`
-        already. Raises what `plan` does, and `CollectiveFailed` when another rank stays away.
+        already. Raises what `plan` does, `ConfigError` for a device that isn't there, and
+        `CollectiveFailed` when another rank stays away.
         """
         settings, planned = start.config, planned or plan(start)
         self.config, self.shard = planned.config, planned.shard
         self.facts = llama_format.facts(self.config, settings.dtype)
-        self.arena = Arena(planned.manifest, planned.memory)
+        device = open_device(settings, planned.memory)
+        self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(self.config, self.shard)
-        self.model = Llama(own, self.arena.tensors, join(settings, rendezvous_fd))
-        self.cache = KVCache(own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens)
-        self.graphs = GraphRunner(self.model, self.cache)
+        group = join(settings, rendezvous_fd, device.meet)
+        self.model = Llama(own, self.arena.tensors, group)
+        self.cache = KVCache(
+            own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens, device.torch
+        )
+        self.graphs = device.graphs(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
 
     def allocated(self, imported_at: float) -> messages.Allocated:
-        """Describes the arena, whose descriptor is `arena.fd`."""
+        """Describes the arena, whose descriptors are `arena.descriptors`."""
         arena = self.arena
         return messages.Allocated(
-            arena.manifest, self.facts, arena.address, arena.page_kind, imported_at
-        )
+            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors),
+            imported_at,
+        )  # fmt: skip
 
     def capture(self) -> None:
         """Audits what a pass reads, then captures it. Weights may land meanwhile.
@@ -84,8 +89,14 @@ class Rank:
         return messages.Tokens(self.runner.step(rows))
 
     def record_probe(self) -> messages.Recorded:
-        """Runs and records the probe."""
-        return messages.Recorded(probe.record(self.runner, self.cache, self.config.vocab_size))
+        """Runs and records the probe.
+
+        Raises `ProbeMismatch` when graphs that were not proven at capture compute otherwise.
+        """
+        recorded = probe.record(self.runner, self.cache, self.config.vocab_size)
+        if not self.graphs.proven:
+            self.check_probe(recorded)
+        return messages.Recorded(recorded)
 
     def check_probe(self, recorded: bytes) -> None:
         """Raises `ProbeMismatch` when the weights compute something else."""

@@ -76,7 +76,7 @@ class Worker:
     def _answer(self, command: messages.Command) -> None:
         reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
         carries = self._rank is not None and isinstance(reply, messages.Allocated | messages.Moved)
-        descriptors = (self._rank.arena.fd,) if self._rank and carries else ()
+        descriptors = self._rank.arena.descriptors if self._rank and carries else ()
         self._channel.send(messages.encode(reply), descriptors)
 
     def _start(self, command: messages.Start) -> messages.Reply:

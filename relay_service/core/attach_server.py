@@ -112,7 +112,9 @@ class AttachServer:
         if not isinstance(message, Attach):
             raise InvalidRequest("the first message must attach")
         try:
-            descriptors = channel.take_descriptors(len(message.manifests))
+            descriptors = channel.take_descriptors(
+                len(message.manifests) * message.descriptors_per_rank
+            )
         except ChannelClosed as error:
             raise InvalidRequest(f"{len(message.manifests)} ranks: {error}") from error
         holding = Holding(message, descriptors, self._map_arena)

@@ -33,7 +33,7 @@ from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
 from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, WrongState
-from relay_service.memory.host import HostArena
+from relay_service.memory.mapping import map_arena
 from relay_service.transports.shm import ShmTransport
 
 LAYOUT = seam_layout()
@@ -49,7 +49,7 @@ class Relay:
         self.path = folder / "relay" / "attach.sock"
         self.holdings = Holdings()
         self.transfers = Transfers(self, [ShmTransport(self.holdings, TokenBucket())])
-        self.server = AttachServer(self.path, self.holdings, self.transfers, HostArena)
+        self.server = AttachServer(self.path, self.holdings, self.transfers, map_arena)
         self._engines: list[FakeEngine] = []
 
     async def instances(self):
@@ -326,7 +326,7 @@ async def test_a_stale_socket_is_replaced(relay):
     left_behind = relay.path.with_name("stale.sock")
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(left_behind))
-    again = AttachServer(left_behind, relay.holdings, relay.transfers, HostArena)
+    again = AttachServer(left_behind, relay.holdings, relay.transfers, map_arena)
     await again.start()
     engine = relay.engine("seed", DATA)
     assert isinstance(await engine.attach(left_behind), Accepted)
@@ -368,7 +368,7 @@ async def test_a_folder_that_is_not_ours_alone(tmp_path, monkeypatch, found):
         folder.mkdir()
         folder.chmod(0o750)
     holdings = Holdings()
-    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), HostArena)
+    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), map_arena)
     with pytest.raises(ConfigError, match=str(folder)):
         await server.start()
     assert list(elsewhere.iterdir()) == []

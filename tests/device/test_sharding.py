@@ -6,16 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llama import serving_rank, write_checkpoint
 
-from engine_service.device.arena import Arena
 from engine_service.device.config import ModelConfig
 from engine_service.device.dtypes import served_dtype
 from engine_service.device.loading import load
+from engine_service.device.memfd_arena import MemfdArena
 from engine_service.device.models.llama_format import (
     checkpoint_slices,
     computed_tensors,
     unit_specs,
 )
-from engine_service.device.plan import allocate
 from engine_service.device.sharding import Shard, Slice, check_divides, rank_config
 from engine_service.errors import UnsupportedModel
 from relay_service.core.layout import lay_out
@@ -24,8 +23,9 @@ SHAPE = {"vocab_size": 204, "num_attention_heads": 12, "head_dim": 16, "intermed
 
 
 def _rank_arena(folder, config, shard, served="float32"):
-    manifest = lay_out(shard.rank, unit_specs(config, served_dtype(served), shard))
-    arena = Arena(manifest, allocate(manifest, "tests"))
+    arena = MemfdArena(
+        lay_out(shard.rank, unit_specs(config, served_dtype(served), shard)), "tests"
+    )
     slices = checkpoint_slices(config, shard)
     manifest, bytes_read = load(arena, folder, slices, computed_tensors(config))
     assert manifest == arena.digested()
