@@ -103,7 +103,7 @@ def meet_over_gloo(store: Any, settings: RankConfig) -> Any:
 def meet_over_nccl(store: Any, settings: RankConfig) -> Any:
     """Opens a process group on CUDA; its collectives may be captured in a graph.
 
-    The ranks meet in their first collective, which is in the audit's pass at start.
+    The ranks meet in their first collective, when the first graph is captured.
     """
     nccl = _distributed.ProcessGroupNCCL
     options = nccl.Options()
