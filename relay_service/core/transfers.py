@@ -45,7 +45,7 @@ class Transfer:
             "instance": self.holding.name,
             "transfer": self.transfer,
             "bytes": self.puller.bytes_moved,
-            "bytes_verified": sum(r.bytes_verified for r in self.puller.receivers),
+            "bytes_verified": self.puller.bytes_verified,
             "seconds": round(time.monotonic() - self.began_at, 3),
             "transport": path[-1].transport if path else "",
             "path": self.puller.story(),
@@ -101,11 +101,11 @@ class Transfers:
 
     def _ended(self, transfer: Transfer) -> None:
         self.running.remove(transfer)
-        outcome = transfer.outcome
-        self._ended_tally.end(transfer.puller, outcome)
-        level = logging.INFO if outcome == "complete" else logging.WARNING
-        _log.log(level, "transfer ended: %s", outcome, extra=fields(**transfer.summary()))
         if transfer.task.cancelled() or transfer.task.exception():
             # Nothing writes any more; the engine may load from disk instead. Done here,
             # since a task that is cancelled before its first step runs none of its code.
             transfer.holding.return_mapping()
+        outcome = transfer.outcome
+        self._ended_tally.end(transfer.puller, outcome)
+        level = logging.INFO if outcome == "complete" else logging.WARNING
+        _log.log(level, "transfer ended: %s", outcome, extra=fields(**transfer.summary()))

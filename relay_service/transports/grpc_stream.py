@@ -29,6 +29,8 @@ _SERVICE = "seedrelay.v1.BlockService"
 _METHOD = "ReadBlocks"
 STALL_SECONDS = 10.0
 PROBE_SECONDS = 3.0
+RELEASE_SECONDS = 1.0
+"""Giving a lease back is a courtesy: it ends by itself, and a pull must end in time."""
 
 
 class GrpcTransport:
@@ -53,9 +55,11 @@ class GrpcTransport:
         relay = RelayClient(source.address, self._credentials)
         try:
             lease, probe = await relay.acquire_lease(source, holder)
-        except ClientError as error:
+        except BaseException as error:
             await relay.close()
-            raise SourceFailed(str(error), **error.details) from error
+            if isinstance(error, ClientError):
+                raise SourceFailed(str(error), **error.details) from error
+            raise
         return GrpcSession(relay, source, lease, probe)
 
 
@@ -117,7 +121,7 @@ class GrpcSession:
     async def close(self) -> None:
         """Gives the lease back; a dead source is no error."""
         with contextlib.suppress(ClientError):
-            await self._relay.release_lease(self._lease)
+            await self._relay.release_lease(self._lease, RELEASE_SECONDS)
         await self._relay.close()
 
 

@@ -45,6 +45,8 @@ SLOW = PullOptions(rate_limit_bytes_per_second=1)
 class Relay:
     """A relay without gRPC: the socket, the holdings and the pulls between them."""
 
+    missing = ""
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / "relay" / "attach.sock"
         self.holdings = Holdings()
