@@ -34,6 +34,7 @@ class RelayClient:
         self.address = address
         self._credentials = credentials
         self._closing: set[asyncio.Task[None]] = set()
+        self._failed = False
         self._open()
 
     async def __aenter__(self) -> Self:
@@ -155,12 +156,15 @@ class RelayClient:
         self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)
 
     def _renew(self) -> None:
-        """Connects anew when the certificate has changed: a channel keeps the one it opened with.
+        """Connects anew when the certificate has changed, or when nobody answered before.
 
-        Called where a connection that lasts begins or repeats; calls that run may finish.
+        A channel keeps the certificate that it opened with; and one that failed to connect
+        says for a while that it did, although somebody may listen by now. Called where a
+        connection that lasts begins or repeats; calls that run may finish.
         """
-        if not self.channel.is_stale:
+        if not (self._failed or self.channel.is_stale):
             return
+        self._failed = False
         closing = asyncio.create_task(self.channel.close(CALL_SECONDS))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -170,6 +174,7 @@ class RelayClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            self._failed = error.code() is grpc.StatusCode.UNAVAILABLE
             raise ClientError.of(error, self.address) from error
 
     async def _stream(self, call: Any) -> AsyncGenerator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, Callable
@@ -19,10 +18,11 @@ from relay_service.core.instance import Instance
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Target
+from relay_service.core.patience import Patience
 from relay_service.core.pull_report import PullOptions
 from seedrelay.v1 import relay_pb2, weights_pb2
 
-RETURN_SECONDS = 10.0
+RETURN_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
 """A relay that says for so long not how far a pull is, is taken for away.
 
@@ -79,7 +79,12 @@ class GrpcRelayLink:
             async with contextlib.aclosing(self._messages(options)) as messages:
                 async for last in messages:
                     on_progress(convert.progress_from_proto(last.progress))
-        except (Unreachable, TimeoutError) as error:
+        except TimeoutError:
+            self.detach()
+            raise RelayUnreachable(
+                _lost(last, f"{self.address} said nothing for {SILENCE_SECONDS:g} s")
+            ) from None
+        except Unreachable as error:
             raise RelayUnreachable(_lost(last, str(error))) from error
         except ClientError as error:
             raise _fill_failed(error) from error
@@ -121,21 +126,11 @@ class GrpcRelayLink:
         await self._relay.close()
 
     async def _messages(self, options: PullOptions) -> AsyncGenerator[relay_pb2.PullResponse]:
-        """Streams a pull. A relay that falls silent is dropped, and raises `TimeoutError`."""
+        """Streams a pull. Raises `TimeoutError` when the relay falls silent."""
         name = self._attachment.describe().instance
         asked = self._relay.pull(name, convert.options_to_proto(options))
-        async with contextlib.aclosing(asked) as answers:
-            while True:
-                try:
-                    async with asyncio.timeout(SILENCE_SECONDS):
-                        message = await anext(answers, None)
-                except TimeoutError:
-                    self.detach()
-                    raise TimeoutError(
-                        f"{self.address} said nothing for {SILENCE_SECONDS:g} s"
-                    ) from None
-                if message is None:
-                    return
+        async with contextlib.aclosing(asked) as answers, Patience(SILENCE_SECONDS) as patience:
+            while message := await patience.wait(anext(answers, None)):
                 yield message
 
 
