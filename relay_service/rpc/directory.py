@@ -86,6 +86,9 @@ class DirectoryFleet:
     async def _ask_directory(self) -> list[Instance]:
         if not self._client:
             return []
+        if self.directory_reachable is False:  # whoever announces finds out when it is back
+            self.missing = f"directory {self.directory} does not answer"
+            return []
         try:
             found = await self._client.sources(
                 Target(), without_directory=True, timeout=DIRECTORY_SECONDS

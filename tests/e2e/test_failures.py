@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from failures import (
@@ -25,7 +23,7 @@ from failures import (
     settles,
     start_pull,
 )
-from stage import DUMMY, Stage, eventually, status_of
+from stage import DUMMY, eventually, status_of
 
 from clients.launch import Service
 
@@ -45,22 +43,6 @@ SAMPLE = {
     ("directory", "stop", 50, "grpc"),
 }
 """Every victim, and with each other every signal, point and transport."""
-
-
-@pytest.fixture(scope="module")
-def cast(
-    make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cast]:
-    """A fleet for all tests here: each puts back what it broke."""
-    model = make_model("matrix", hidden_size=256, size_bytes=16 << 20, max_positions=256)
-    stage = Stage(tmp_path_factory.mktemp("failures"))
-    try:
-        cast = Cast(stage, model)
-        asyncio.run(cast.ready())
-        yield cast
-        asyncio.run(cast.unleased())
-    finally:
-        stage.close()
 
 
 def _matrix() -> Iterator[object]:
