@@ -277,6 +277,24 @@ async def test_an_engine_that_dies_ends_its_pull(relay):
     assert holding.return_mapping() == 0
 
 
+async def test_an_engine_that_attaches_anew(relay):
+    """An engine's new attachment takes the place of its former one, whose pull has ended by then.
+
+    So it is when a relay was stopped, and reads that the engine has hung up only later.
+    """
+    await relay.seed()
+    target = await relay.dummy()
+    former, channel = relay.holdings.get("target"), target.channel
+    transfer = relay.transfers.start(former, SLOW)
+    await eventually(lambda: former.receivers[0].blocks_verified > 0)
+    assert isinstance(await target.attach(relay.path), Accepted)
+    assert transfer.task.cancelled()
+    assert former.return_mapping() == 0
+    assert relay.attached() == ["seed", "target"]
+    assert relay.holdings.get("target") is not former
+    channel.close()
+
+
 async def test_a_seed_that_dies_is_read_to_the_end(relay):
     """A pull goes on from a dead seed's memory, which goes away when the pull is over."""
     seed, target = await relay.seed(), await relay.dummy()
