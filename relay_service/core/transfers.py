@@ -90,7 +90,8 @@ class Transfers:
     async def end(self, holding: Holding) -> None:
         """Ends the pull into a holding, if there is one, and waits for it."""
         for transfer in [t for t in self.running if t.holding is holding]:
-            transfer.task.cancel()
+            if not transfer.task.cancelling():  # a second time would cut its cleaning up short
+                transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
     async def _run(self, holding: Holding, puller: Puller) -> PullReport:

@@ -120,9 +120,11 @@ class GrpcSession:
 
     async def close(self) -> None:
         """Gives the lease back; a dead source is no error."""
-        with contextlib.suppress(ClientError):
-            await self._relay.release_lease(self._lease, RELEASE_SECONDS)
-        await self._relay.close()
+        try:
+            with contextlib.suppress(ClientError):
+                await self._relay.release_lease(self._lease, RELEASE_SECONDS)
+        finally:
+            await self._relay.close()
 
 
 class BlockServicer:

@@ -92,6 +92,29 @@ async def test_a_source_that_hangs_keeps_no_connection(fleet, monkeypatch):
         gc.enable()
 
 
+async def test_a_pull_that_is_ended_twice(fleet, monkeypatch):
+    """A pull whose caller and whose engine leave at once still gives its lease back."""
+    asked, go, release = asyncio.Event(), asyncio.Event(), RelayServicer.ReleaseLease
+
+    async def slow(*call) -> relay_pb2.ReleaseLeaseResponse:
+        asked.set()
+        await go.wait()
+        return await release(*call)
+
+    monkeypatch.setattr(RelayServicer, "ReleaseLease", slow)
+    here, there = await two_hosts(fleet)
+    target = there.holdings.get("target")
+    there.transfers.start(target, PullOptions(rate_limit_bytes_per_second=1))
+    await eventually(lambda: target.receivers[0].blocks_verified > 0)
+    ending = [asyncio.create_task(there.transfers.end(target))]
+    await asked.wait()
+    ending.append(asyncio.create_task(there.transfers.end(target)))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*ending)
+    assert here.holdings.leases.count() == 0
+
+
 async def test_a_reader_that_broke_off(fleet):
     """The lease of a reader that vanished ends soon, one that comes back keeps it."""
     here, _ = await two_hosts(fleet)
