@@ -215,6 +215,18 @@ async def assert_serves(target: Service, cast: Cast) -> None:
     assert writers(target, alive) == [status.ranks[0].pid]
 
 
+async def lets_go(service: Service, before: dict[int, Counter[str]]) -> None:
+    """Waits until a service holds no more than before: the same memory, and no further socket."""
+
+    def more() -> list[Counter[str]]:
+        now = held(service)
+        assert now.keys() == before.keys()
+        memory = [n[k] != before[p][k] for p, n in now.items() for k in ("memfd", "mapped")]
+        return [n for p, n in now.items() if any(memory) or n["socket"] > before[p]["socket"]]
+
+    await settles(more, [])
+
+
 async def settles(read: Callable[[], object], expected: object) -> None:
     """Waits until something is as it was; shows the difference when it stays another."""
     try:

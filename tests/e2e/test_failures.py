@@ -17,6 +17,7 @@ from failures import (
     assert_serves,
     halfway,
     held,
+    lets_go,
     no_leases,
     relay_status,
     runs,
@@ -69,7 +70,7 @@ async def target(cast: Cast) -> AsyncIterator[Service]:
     await cast.whole()
     for role, service in cast.roles.items():
         if service.pid == pids[role]:
-            await settles(lambda service=service: held(service), before[role])
+            await lets_go(service, before[role])
         assert not (await relay_status(cast.roles["target_relay"])).transfers
 
 

@@ -109,7 +109,7 @@ async def test_a_pull_that_is_ended_twice(fleet, monkeypatch):
     ending = [asyncio.create_task(there.transfers.end(target))]
     await asked.wait()
     ending.append(asyncio.create_task(there.transfers.end(target)))
-    await asyncio.sleep(0)
+    assert not (await asyncio.wait(ending, timeout=0.2))[0]
     go.set()
     await asyncio.gather(*ending)
     assert here.holdings.leases.count() == 0
