@@ -70,6 +70,8 @@ class Instance:
         self.fill_report: FillReport | None = None
         self.filling: FillProgress | None = None
         """How far a fill is, while there is one."""
+        self.lent = False
+        """Whether a relay was asked to write into the arenas, and may still be able to."""
         self._open_link = open_link
         self._files: dict[str, bytes] = {}
         self._capturing: asyncio.Future[None] | None = None
@@ -133,8 +135,8 @@ class Instance:
 
     async def serve(self, weights: Weights) -> None:
         """Becomes ready with proven weights, and says so."""
-        self.engine.weights = weights
         self.lifecycle.to(State.READY)
+        self.engine.weights = weights
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
 
@@ -168,10 +170,25 @@ class Instance:
         return link
 
     async def leave_relay(self) -> None:
-        """Lets go of the relay."""
+        """Lets go of the relay, which can write no more then."""
         if self.link:
+            await self.take_back(self.link)
             link, self.link = self.link, None
             await link.close()
+
+    async def take_back(self, link: RelayLink) -> list[Manifest]:
+        """Makes sure that nobody but the ranks can write to the arenas any more.
+
+        A relay that does not say that it gave up writing is cut off; then the manifests
+        of what lies in the fresh memory are returned.
+        """
+        moved: list[Manifest] = []
+        if self.lent and not await link.return_mapping():
+            _log.warning("the relay did not return its mapping: moving the arenas away from it")
+            link.detach()
+            moved = await self.ranks.cut_off()
+        self.lent = False
+        return moved
 
     async def tell_relay(self) -> None:
         """Tells the relay, if there is one, how the instance changed."""

@@ -82,5 +82,8 @@ class Transport(Protocol):
 class Fleet(Protocol):
     """Everyone who is known to hold weights."""
 
+    missing: str
+    """Who did not answer when everyone was asked last; empty when all did."""
+
     async def instances(self) -> list[Instance]:
         """Lists every known instance, this host's and the directory's."""

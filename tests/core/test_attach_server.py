@@ -45,6 +45,8 @@ SLOW = PullOptions(rate_limit_bytes_per_second=1)
 class Relay:
     """A relay without gRPC: the socket, the holdings and the pulls between them."""
 
+    missing = ""
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / "relay" / "attach.sock"
         self.holdings = Holdings()
@@ -273,6 +275,24 @@ async def test_an_engine_that_dies_ends_its_pull(relay):
     await eventually(lambda: relay.attached() == ["seed"])
     assert relay.holdings.leases.count() == 0
     assert holding.return_mapping() == 0
+
+
+async def test_an_engine_that_attaches_anew(relay):
+    """An engine's new attachment takes the place of its former one, whose pull has ended by then.
+
+    So it is when a relay was stopped, and reads that the engine has hung up only later.
+    """
+    await relay.seed()
+    target = await relay.dummy()
+    former, channel = relay.holdings.get("target"), target.channel
+    transfer = relay.transfers.start(former, SLOW)
+    await eventually(lambda: former.receivers[0].blocks_verified > 0)
+    assert isinstance(await target.attach(relay.path), Accepted)
+    assert transfer.task.cancelled()
+    assert former.return_mapping() == 0
+    assert relay.attached() == ["seed", "target"]
+    assert relay.holdings.get("target") is not former
+    channel.close()
 
 
 async def test_a_seed_that_dies_is_read_to_the_end(relay):

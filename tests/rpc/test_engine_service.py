@@ -12,8 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+import clients.engine
 from clients.engine import EngineClient
-from clients.errors import CallFailed
+from clients.errors import CallFailed, DeadlineExceeded
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
@@ -25,7 +26,7 @@ from engine_service.errors import NonFiniteLogits
 from engine_service.rpc import server as rpc
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State, Weights
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 VOCAB = 300
 CONTEXT = 64
@@ -375,3 +376,18 @@ async def test_reflection(service):
         call.cancel()
     names = {found.name for found in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_an_engine_that_hangs_during_a_pull(service, monkeypatch):
+    """Whoever pulls with a deadline is told soon after it, also by an engine that says nothing."""
+
+    async def hang(*_) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Filler, "fill", hang)
+    monkeypatch.setattr(clients.engine, "OVERTIME_SECONDS", 0.1)
+    options = weights_pb2.PullOptions(timeout={"nanos": 100_000_000})
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            async for _ in service.client.pull("127.0.0.1:1", options):
+                pass
