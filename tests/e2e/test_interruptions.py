@@ -64,6 +64,7 @@ async def test_a_cut_connection(cast: Cast, stage: Stage) -> None:
     proxy.close()
 
 
+@pytest.mark.full
 async def test_a_source_that_comes_back(cast: Cast, stage: Stage) -> None:
     """A target whose only source went away fills on from it when it is back, with what it has."""
     target = _target(stage, cast, "--deadline", "60")
