@@ -37,6 +37,13 @@ class Plan:
     manifest: Manifest
     """Without digests."""
     memory: Memory
+    facts: tuple[tuple[str, str], ...]
+    """What decides what the bytes mean."""
+
+    def allocated(self) -> messages.Allocated:
+        """Describes the arena, whose descriptor is `memory.fd`."""
+        mapping = self.memory.mapping
+        return messages.Allocated(self.manifest, self.facts, mapping.address, mapping.page_kind())
 
 
 def allocate(manifest: Manifest, generation: str) -> Memory:
@@ -61,7 +68,8 @@ def plan(start: messages.Start) -> Plan:
     shard = Shard(settings.rank, settings.world_size)
     check_divides(config, settings.world_size)
     manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard))
-    return Plan(config, dtype, shard, manifest, allocate(manifest, settings.generation))
+    facts = llama_format.facts(config, settings.dtype)
+    return Plan(config, dtype, shard, manifest, allocate(manifest, settings.generation), facts)
 
 
 def _check_placement(settings: messages.RankConfig) -> None:

@@ -37,20 +37,12 @@ class Rank:
         """
         settings, planned = start.config, planned or plan(start)
         self.config, self.shard = planned.config, planned.shard
-        self.facts = llama_format.facts(self.config, settings.dtype)
         self.arena = Arena(planned.manifest, planned.memory)
         own = rank_config(self.config, self.shard)
         self.model = Llama(own, self.arena.tensors, join(settings, rendezvous_fd))
         self.cache = KVCache(own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens)
         self.graphs = GraphRunner(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
-
-    def allocated(self, imported_at: float) -> messages.Allocated:
-        """Describes the arena, whose descriptor is `arena.fd`."""
-        arena = self.arena
-        return messages.Allocated(
-            arena.manifest, self.facts, arena.address, arena.page_kind, imported_at
-        )
 
     def capture(self) -> None:
         """Audits what a pass reads, then captures it. Weights may land meanwhile.
