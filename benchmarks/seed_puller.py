@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from multiprocessing.connection import Connection
 
@@ -109,7 +110,7 @@ class _Puller:
 
     async def _attach(self) -> GrpcRelayLink:
         self._pulls += 1
-        name = f"puller-{self._transport}-{self._pulls}"
+        name = f"puller-{os.getpid()}-{self._pulls}"
         link = GrpcRelayLink(self._relay)
         message = Attach(
             instance=name, generation=name, model="benchmark", state=State.DUMMY,
