@@ -44,11 +44,13 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
         "waiting": status.waiting,
         "kv_blocks_used": status.kv_blocks_used,
         "kv_blocks_total": status.kv_blocks_total,
+        "kv_blocks_cached": status.kv_blocks_cached,
         "limits": {
             "max_context_tokens": status.limits.max_context_tokens,
             "max_running": status.limits.max_running,
             "max_waiting": status.limits.max_waiting,
             "kv_block_tokens": status.limits.kv_block_tokens,
+            "prefill_chunk_tokens": status.limits.prefill_chunk_tokens,
         },
         "format_fingerprint": status.format.fingerprint,
         "progress": progress(status.progress) if status.HasField("progress") else None,

@@ -61,6 +61,10 @@ class QueueFull(EngineError):
     """Too many requests wait."""
 
 
+class RequestExists(EngineError):
+    """A request of that name is being served already."""
+
+
 class WrongState(EngineError):
     """The instance is not in a state for this."""
 

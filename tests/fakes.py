@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_service.core.messages import Row
+from engine_service.core.messages import Row, Sampled
 from relay_service.core.attachment import (
     Accepted,
     Attach,
@@ -356,14 +356,14 @@ class FakeRunner:
         self.stepping = asyncio.Event()
         """Set when a step has begun."""
 
-    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+    async def step(self, rows: tuple[Row, ...]) -> Sampled:
         self.steps.append(rows)
         self.stepping.set()
         await self.gate.wait()
         if self.error:
             error, self.error = self.error, None
             raise error
-        return tuple(row.tokens[-1] + 1 for row in rows)
+        return Sampled(tuple(row.tokens[-1] + 1 if row.samples else -1 for row in rows))
 
 
 # Text without a model

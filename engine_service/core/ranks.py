@@ -15,8 +15,8 @@ from engine_service.core.messages import (
     Moved,
     Reply,
     Row,
+    Sampled,
     Step,
-    Tokens,
 )
 from engine_service.core.rank_worker import RankWorker, spawn
 from relay_service.core.manifest import Manifest
@@ -101,15 +101,15 @@ class RankGroup:
             self.descriptors[rank] = worker.channel.take_descriptors(1)[0]
         return [reply.manifest for reply in moved]
 
-    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+    async def step(self, rows: tuple[Row, ...]) -> Sampled:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
-        sampled = {reply.tokens for reply in await self.same(Step(rows), Tokens)}
-        if len(sampled) > 1:
+        replies = await self.same(Step(rows), Sampled)
+        if any(reply.tokens != replies[0].tokens for reply in replies):
             self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
             for worker in self.workers:
                 worker.process.kill()  # whoever watches them ends the instance
             raise self._broken
-        return sampled.pop()
+        return replies[0]
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""

@@ -21,6 +21,7 @@ from seedrelay.v1 import engine_pb2
 SERVICE = "seedrelay.v1.EngineService"
 SCOPES = {
     f"/{SERVICE}/Generate": frozenset({"generate"}),
+    f"/{SERVICE}/Abort": frozenset({"control", "generate"}),
     f"/{SERVICE}/GetStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/WatchStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/PullWeights": frozenset({"control"}),
