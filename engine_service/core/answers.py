@@ -23,8 +23,6 @@ class Ending:
     """The text or the token that ended it, where one did."""
     prompt_tokens: int
     completion_tokens: int
-    reused_tokens: int
-    """Prompt tokens whose KV was there already."""
     spans: list[Span]
 
 
@@ -39,6 +37,8 @@ class Piece:
     text: str = ""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reused_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
     ending: Ending | None = None
 
 
@@ -111,7 +111,7 @@ class _Answer:
             index=self._index, weights=event.weights,
             tokens=[] if event.token is None else [event.token], text=text,
             logprobs=event.logprobs, prompt_logprobs=event.prompt_logprobs,
-            ending=self._ending(finish, stop) if finish else None,
+            reused_tokens=self._reused, ending=self._ending(finish, stop) if finish else None,
         )  # fmt: skip
 
     def broken(self, weights: Weights) -> Piece:
@@ -127,6 +127,5 @@ class _Answer:
     def _ending(self, finish: Finish, stop: str | int | None) -> Ending:
         return Ending(
             finish=finish, stop=stop, prompt_tokens=len(self._request.prompt),
-            completion_tokens=self._spans.tokens, reused_tokens=self._reused,
-            spans=self._spans.spans,
+            completion_tokens=self._spans.tokens, spans=self._spans.spans,
         )  # fmt: skip

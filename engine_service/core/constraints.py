@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine_service.errors import EngineError, InvalidRequest
 
@@ -37,8 +38,12 @@ class Grammars:
         """Answers match an expression from begin to end. Raises `InvalidRequest`."""
         return self._compile("regex", LLMatcher.grammar_from_regex(pattern))
 
-    def grammar(self, lark: str) -> Matcher:
-        """Answers fit a grammar. Raises `InvalidRequest`."""
+    def grammar(self, text: str) -> Matcher:
+        """Answers fit a grammar, in llguidance's Lark or in GBNF. Raises `InvalidRequest`."""
+        try:
+            lark = any_to_lark(text)
+        except (GbnfToLarkError, ValueError, RecursionError) as error:
+            raise _refused("grammar", str(error)) from error
         return self._compile("grammar", LLMatcher.grammar_from_lark(lark))
 
     def choice(self, options: Sequence[str]) -> Matcher:

@@ -7,6 +7,8 @@ bookkeeping needs no locks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from engine_service.core.messages import Sampled
 from engine_service.core.ports import Runner
@@ -27,6 +29,21 @@ class Engine:
         self._runner = runner
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
+        self._expected: dict[str, bool] = {}
+        """Requests on their way, by name: whether somebody has ended them already."""
+
+    @contextmanager
+    def expecting(self, request: str) -> Iterator[None]:
+        """Lets a request be aborted while it is prepared; whoever prepares it submits it at once.
+
+        Nothing is left of it when preparing fails.
+        """
+        self._expected[request] = False
+        try:
+            yield
+        except BaseException:
+            self._expected.pop(request, None)
+            raise
 
     def submit(self, request: GenerationRequest, answers: int = 1) -> list[Sequence]:
         """Queues a request; all its answers publish to one queue of events.
@@ -34,7 +51,10 @@ class Engine:
         Whoever submits must `end` every answer, whatever happens. Raises `InvalidRequest`,
         `QueueFull` or `RequestExists`.
         """
+        aborted = self._expected.pop(request.request, False)
         sequences = self.scheduler.add(request, answers)
+        if aborted:
+            self.scheduler.abort(sequences, self.weights)
         self._work.set()
         self._idle.clear()
         return sequences
@@ -47,7 +67,13 @@ class Engine:
         self.scheduler.remove(sequence, finish)
 
     def abort(self, request: str) -> int:
-        """Ends the answers to a request with what they have; returns how many."""
+        """Ends the answers to a request with what they have; returns how many.
+
+        A request that is only expected counts as one, and ends when it is submitted.
+        """
+        if request and request in self._expected:
+            self._expected[request] = True
+            return 1
         sequences = self.scheduler.named(request)
         self.scheduler.abort(sequences, self.weights)
         return len(sequences)

@@ -30,6 +30,7 @@ def piece_to_proto(piece: Piece) -> engine_pb2.GenerateResponse:
         response.prompt_logprobs.extend(map(_position_to_proto, piece.prompt_logprobs))
     if piece.ending is not None:
         _end(response, piece.ending)
+        response.usage.cached_tokens = piece.reused_tokens
     return response
 
 
@@ -37,7 +38,6 @@ def _end(response: engine_pb2.GenerateResponse, ending: Ending) -> None:
     response.finish_reason = FINISH[ending.finish]
     response.usage.prompt_tokens = ending.prompt_tokens
     response.usage.completion_tokens = ending.completion_tokens
-    response.usage.cached_tokens = ending.reused_tokens
     response.version_spans.extend(_spans_to_proto(ending.spans))
     if isinstance(ending.stop, str):
         response.stop_text = ending.stop

@@ -8,15 +8,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from engine_service.core.answers import answer
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
-from engine_service.core.tokenizer import TextCodec
-from engine_service.errors import InvalidRequest, NotReady
+from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_request
+from engine_service.rpc.admission import admit
 from engine_service.rpc.status import answers, streams
-from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
@@ -35,12 +33,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
         """Streams an answer; leaving the call frees its KV."""
         del context
-        codec = self._ready_codec()
-        # Tokenizing a long text or compiling a grammar may take a second.
-        wanted = await asyncio.to_thread(convert_request.request_from_proto, request, codec)
-        count = convert_request.answers_from_proto(request)
-        self._ready_codec()
-        pieces = answer(self._instance.engine, wanted, codec.detokenizer, count)
+        from_proto = convert_request.request_from_proto
+        _, pieces = await admit(self._instance, request.request, from_proto, request)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield convert_answer.piece_to_proto(piece)
@@ -94,13 +88,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             yield engine_pb2.PullWeightsResponse(report=report)
         finally:
             fill.cancel()
-
-    def _ready_codec(self) -> TextCodec:
-        lifecycle, codec = self._instance.lifecycle, self._instance.codec
-        if lifecycle.state is not State.READY or codec is None:
-            reason = f": {lifecycle.reason}" if lifecycle.reason else ""
-            raise NotReady(
-                f"{self._instance.identity.name} is {lifecycle.state}{reason}",
-                field="state", expected="READY", found=str(lifecycle.state),
-            )  # fmt: skip
-        return codec
