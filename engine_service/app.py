@@ -12,6 +12,8 @@ import logging
 import uuid
 from pathlib import Path
 
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
 from clients.credentials import Credentials
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
@@ -23,6 +25,7 @@ from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.errors import EngineError
 from engine_service.rpc import server as rpc
+from engine_service.rpc.gateway import GatewayServicer
 from engine_service.rpc.metrics import EngineCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
@@ -53,6 +56,7 @@ async def serve(config: EngineConfig) -> None:
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)
     health = rpc.add_standard_services(server)
     await server.start()
     announce_listening(

@@ -5,6 +5,7 @@ EngineError
 ├── InvalidRequest         a request that can never be served
 ├── NotReady               the instance isn't ready (yet, or any more)
 ├── QueueFull              too many requests wait
+├── NotOffered             an operation that this service does not have
 ├── WrongState             the instance is not in a state for this
 ├── ModelError             a model folder that cannot be served
 │   ├── CheckpointError    a checkpoint that is broken or does not fit
@@ -63,6 +64,10 @@ class QueueFull(EngineError):
 
 class RequestExists(EngineError):
     """A request of that name is being served already."""
+
+
+class NotOffered(EngineError):
+    """An operation that this service does not have."""
 
 
 class WrongState(EngineError):

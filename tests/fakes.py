@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_service.core.messages import Row, Sampled
+from engine_service.core.messages import Row, Sampled, TokenLogprobs
 from relay_service.core.attachment import (
     Accepted,
     Attach,
@@ -344,7 +344,11 @@ class FakeSession:
 
 
 class FakeRunner:
-    """Samples the last token of each row plus one."""
+    """Samples the last token of each row plus one.
+
+    Log-probabilities are -0.5 for the token that is there, and one less for each of the
+    following ids.
+    """
 
     def __init__(self) -> None:
         self.steps: list[tuple[Row, ...]] = []
@@ -363,7 +367,19 @@ class FakeRunner:
         if self.error:
             error, self.error = self.error, None
             raise error
-        return Sampled(tuple(row.tokens[-1] + 1 if row.samples else -1 for row in rows))
+        tokens = tuple(row.tokens[-1] + 1 if row.samples else -1 for row in rows)
+        wanted = [row.sampling.logprobs for row in rows]
+        logprobs = {n: likely(tokens[n], k) for n, k in enumerate(wanted) if k is not None}
+        prompts = {
+            n: tuple(likely(token, row.sampling.prompt_logprobs) for token in row.following)
+            for n, row in enumerate(rows)
+        }
+        return Sampled(tokens, logprobs, {n: them for n, them in prompts.items() if them})
+
+
+def likely(token: int, count: int) -> TokenLogprobs:
+    """Returns the log-probabilities that `FakeRunner` makes up."""
+    return TokenLogprobs(token, -0.5, tuple((token + n, -0.5 - n) for n in range(count)))
 
 
 # Text without a model
