@@ -352,18 +352,19 @@ async def test_foreign_services(service, caplog):
 
 async def test_abort(service, stub):
     """An aborted answer ends with what it has, and frees its KV."""
-    call = stub.Generate(asks(1, name="r", stream=True, max_tokens=60, ignore_eos=True))
-    made = list((await call.read()).chunk.token_ids)
-    service.ranks.gate.clear()
-    service.ranks.stepping.clear()
+    gate = service.ranks.gate
+    gate.clear()
+    call = stub.Generate(asks(1, name="r", stream=True, max_tokens=60))
     await service.ranks.stepping.wait()
+    gate.set()
+    gate.clear()  # one step, and no other
+    made = list((await call.read()).chunk.token_ids)
     await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["r", "nobody"]))
     assert (service.scheduler.pool.used, service.scheduler.running) == (0, [])
-    while (last := await call.read()).HasField("chunk"):
-        made += last.chunk.token_ids
-    assert (last.complete.finish_reason, list(last.complete.output_ids)) == ("abort", made)
+    last = (await call.read()).complete
+    assert (last.finish_reason, list(last.output_ids), made) == ("abort", [2], [2])
     assert await call.read() is grpc.aio.EOF
-    service.ranks.gate.set()
+    gate.set()
 
 
 async def test_aborting_all_answers(service, stub):
