@@ -54,10 +54,10 @@ class Service:
         self.instance.codec = TextCodec(self.instance.files)
         self.instance.lifecycle.state = State.READY
 
-    async def start(self) -> None:
+    async def start(self, listen: str = "127.0.0.1:0") -> None:
         """Listens and runs steps."""
         self._server = rpc.new_server()
-        address = rpc.bind(self._server, "127.0.0.1:0")
+        address = rpc.bind(self._server, listen)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(self.instance, Filler(self.instance)), self._server
         )
