@@ -126,7 +126,9 @@ def checked_ids(field: str, ids: Iterable[int], codec: TextCodec) -> list[int]:
 def in_range(field: str, value: float, least: float, most: float) -> None:
     """Refuses a value out of bounds, and one that is no number. Raises `InvalidRequest`."""
     if math.isnan(value) or not least <= value <= most:
+        numbers = (value, least, most)
+        found, low, high = (f"{n:g}" if isinstance(n, float) else str(n) for n in numbers)
         raise InvalidRequest(
-            f"{field} is {value:g}, it must be from {least:g} to {most:g}",
-            field=field, expected=f"{least:g}..{most:g}", found=f"{value:g}",
+            f"{field} is {found}, it must be from {low} to {high}",
+            field=field, expected=f"{low}..{high}", found=found,
         )  # fmt: skip
