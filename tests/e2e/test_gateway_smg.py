@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from gateways import Gateway
-from stage import Stage, answer, eventually, reach, request, status_of
+from stage import PROMPT, Stage, eventually, reach, status_of
 
 from clients.launch import Service
 from engine_service.checkpoint import smollm2
@@ -189,8 +189,6 @@ async def test_one_of_two_engines_dies(stage: Stage, model: Path) -> None:
     engines = [stage.engine(model) for _ in range(2)]
     for engine in engines:
         await reach(engine)
-    asked = request(max_tokens=8, temperature=0)
-    expected = await answer(engines[0], asked)
     options = ("--policy", "round_robin", "--health-check-interval-secs", "1")
     gateway = Gateway(stage.folder / "gateway.log", [e.address for e in engines], *options)
     try:
@@ -199,7 +197,7 @@ async def test_one_of_two_engines_dies(stage: Stage, model: Path) -> None:
 
             async def complete() -> int:
                 said = await client.completions.create(
-                    model=model.name, prompt=asked.text, max_tokens=8, temperature=0,
+                    model=model.name, prompt=PROMPT, max_tokens=8, temperature=0,
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
                 return said.usage.completion_tokens
@@ -212,6 +210,5 @@ async def test_one_of_two_engines_dies(stage: Stage, model: Path) -> None:
             await eventually(both_have_served)
             engines[0].kill()
             assert [await complete() for _ in range(4)] == [8] * 4
-            assert await answer(engines[1], asked) == expected
     finally:
         gateway.close()
