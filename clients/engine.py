@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -48,6 +48,15 @@ class EngineClient:
         """Streams an answer. Leaving the iterator cancels the call."""
         async for response in self._stream(self._stub.Generate(request, timeout=timeout)):
             yield response
+
+    async def abort(self, requests: Iterable[str]) -> int:
+        """Ends requests by name, with what they have; returns how many answers were ended."""
+        message = engine_pb2.AbortRequest(requests=requests)
+        try:
+            response = await self._stub.Abort(message, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        return int(response.aborted)
 
     async def status(self) -> engine_pb2.EngineStatus:
         """Returns the state of the instance."""

@@ -5,6 +5,7 @@ EngineError
 ├── InvalidRequest         a request that can never be served
 ├── NotReady               the instance isn't ready (yet, or any more)
 ├── QueueFull              too many requests wait
+├── RequestExists          a request of that name is being served
 ├── WrongState             the instance is not in a state for this
 ├── ModelError             a model folder that cannot be served
 │   ├── CheckpointError    a checkpoint that is broken or does not fit

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_service.core.messages import Row, Sampled
+from engine_service.core.messages import Row, Sampled, TokenLogprobs
 from relay_service.core.attachment import (
     Accepted,
     Attach,
@@ -344,7 +344,7 @@ class FakeSession:
 
 
 class FakeRunner:
-    """Samples the last token of each row plus one."""
+    """Samples the last token of each row plus one, or the next one that may come."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Row, ...]] = []
@@ -363,7 +363,22 @@ class FakeRunner:
         if self.error:
             error, self.error = self.error, None
             raise error
-        return Sampled(tuple(row.tokens[-1] + 1 if row.samples else -1 for row in rows))
+        wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None]
+        tokens = [_next_token(row) if row.samples else -1 for row in rows]
+        logprobs = {n: TokenLogprobs(tokens[n], -0.5, ((tokens[n], -0.5),)) for n in wanted}
+        prompts = {
+            n: tuple(TokenLogprobs(t, -1.0) for t in r.following) for n, r in enumerate(rows)
+        }
+        return Sampled(tuple(tokens), logprobs, prompts)
+
+
+def _next_token(row: Row) -> int:
+    token = row.tokens[-1] + 1
+    for candidate in (*range(token, token + 9), *range(8 * len(row.allowed))):
+        may = not row.allowed or row.allowed[candidate // 8] >> candidate % 8 & 1
+        if may and candidate not in row.banned:
+            return candidate
+    return token
 
 
 # Text without a model
