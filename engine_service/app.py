@@ -83,7 +83,11 @@ async def serve(config: EngineConfig) -> None:
 
 async def _build(config: EngineConfig, credentials: Credentials) -> Instance:
     limits = Limits(
-        config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
+        config.max_context_tokens,
+        config.max_running,
+        config.max_waiting,
+        config.kv_block_tokens,
+        config.prefill_chunk_tokens,
     )
     ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))

@@ -62,6 +62,8 @@ class EngineConfig:
     """Most requests that run at once."""
     max_waiting: int = 256
     """Most requests that wait."""
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
     metrics_listen: str = ""
@@ -88,7 +90,7 @@ class EngineConfig:
         for name in (
             "tensor_parallel_size", "collective_timeout_seconds", "deadline_seconds",
             "max_context_tokens", "kv_cache_tokens", "kv_block_tokens", "max_running",
-            "max_waiting",
+            "max_waiting", "prefill_chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)
