@@ -85,9 +85,9 @@ def engine(
     security: Security,
 ) -> None:
     """Run an engine service: one model behind gRPC."""
-    from engine_service.app import serve
     from engine_service.config import EngineConfig
     from engine_service.errors import ConfigError, EngineError
+    from engine_service.start import serve
     from relay_service.core.rate import parse_rate
 
     try:

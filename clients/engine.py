@@ -14,6 +14,8 @@ from clients.errors import ClientError
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
+OVERTIME_SECONDS = 5.0
+"""Time for an engine to say itself that the time of a pull is over."""
 
 
 class EngineClient:
@@ -77,9 +79,14 @@ class EngineClient:
     async def pull(
         self, relay: str, options: weights_pb2.PullOptions
     ) -> AsyncIterator[engine_pb2.PullWeightsResponse]:
-        """Fills a dummy; the last message carries the report."""
+        """Fills a dummy; the last message carries the report.
+
+        An engine that hangs is left a few seconds after the timeout of the options.
+        """
         request = engine_pb2.PullWeightsRequest(relay=relay, options=options)
-        async for response in self._stream(self._stub.PullWeights(request)):
+        limit = options.timeout.ToNanoseconds() / 1e9
+        timeout = limit + OVERTIME_SECONDS if limit else None
+        async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
 
     async def _stream(self, call: Any) -> AsyncIterator[Any]:

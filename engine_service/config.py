@@ -83,8 +83,7 @@ class EngineConfig:
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
-        if self.device != "cpu":
-            raise ConfigError("only the CPU is supported so far", field="device", found=self.device)
+        _one_of("device", self.device, ("cpu", "cuda"))
         if self.expert_parallel_size != 1:
             raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")
         for name in (

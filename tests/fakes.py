@@ -262,6 +262,7 @@ class FakeFleet:
     def __init__(self, *instances: Instance) -> None:
         self.known = list(instances)
         self.asked = 0
+        self.missing = ""
 
     async def instances(self) -> list[Instance]:
         self.asked += 1

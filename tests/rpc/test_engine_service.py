@@ -12,11 +12,13 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from clients.errors import CallFailed
+import clients.engine
+from clients.errors import CallFailed, DeadlineExceeded
+from engine_service.core.fill import Filler
 from engine_service.core.scheduler import Limits
 from engine_service.errors import NonFiniteLogits
 from relay_service.core.instance import State
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 SERVICE = "seedrelay.v1.EngineService"
 NOT_READY = [state for state in State if state is not State.READY]
@@ -199,3 +201,18 @@ async def test_reflection(service):
         call.cancel()
     names = {found.name for found in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_an_engine_that_hangs_during_a_pull(service, monkeypatch):
+    """Whoever pulls with a deadline is told soon after it, also by an engine that says nothing."""
+
+    async def hang(*_) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Filler, "fill", hang)
+    monkeypatch.setattr(clients.engine, "OVERTIME_SECONDS", 0.1)
+    options = weights_pb2.PullOptions(timeout={"nanos": 100_000_000})
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            async for _ in service.client.pull("127.0.0.1:1", options):
+                pass
