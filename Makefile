@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 MODEL = $$($(BIN)/seedrelay model fetch smollm2 --dtype float32 --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["path"])')
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/seedrelay/v1/*.proto
 
-.PHONY: help setup model demo test test-all lint format proto bench clean
+.PHONY: help setup model demo test test-all test-gpu lint format proto bench clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,11 @@ test: model ## Run the tests (a sample of the large matrices)
 test-all: model ## Run the complete matrices
 	@$(BIN)/pytest -q -m "not gpu"
 
+test-gpu: ## Prove the CUDA path on this host's device; without one it says so and passes
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())' 2>/dev/null; \
+	  then $(PYTHON) -m tests.gpu; \
+	  else $(MAKE) -s setup && $(BIN)/python -m tests.gpu; fi
+
 lint: $(READY) ## Check style, types, rings, protos and generated code
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "error: run make format"; exit 1; }
@@ -59,7 +64,7 @@ proto: $(READY) ## Generate code from the protos
 	@$(call PROTOC,protos)
 
 bench: model ## Run every benchmark, or one with BENCH=NAME; writes build/bench/NAME.json
-	@for name in $(or $(BENCH),relay_transports); do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@for name in $(or $(BENCH),relay_transports time_to_ready seed_impact); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove what was built; the model stays in the user's cache
 	@rm -rf $(VENV) build *.egg-info

@@ -73,6 +73,9 @@ def engine(
     kv_cache_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache holds.")] = 16384,
     max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
+    prefill_chunk_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens that one step computes.")
+    ] = 512,
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests at SIGTERM.", min=0)
     ] = 30,
@@ -82,9 +85,9 @@ def engine(
     security: Security,
 ) -> None:
     """Run an engine service: one model behind gRPC."""
-    from engine_service.app import serve
     from engine_service.config import EngineConfig
     from engine_service.errors import ConfigError, EngineError
+    from engine_service.start import serve
     from relay_service.core.rate import parse_rate
 
     try:
@@ -96,7 +99,8 @@ def engine(
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
-            max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
+            max_running=max_running, max_waiting=max_waiting,
+            prefill_chunk_tokens=prefill_chunk_tokens, grace_seconds=grace,
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:

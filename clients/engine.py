@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,8 @@ from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 CALL_SECONDS = 10.0
 RECONNECT_SECONDS = 0.2
 """Time to wait before an engine that nobody answers for is asked again."""
+OVERTIME_SECONDS = 5.0
+"""Time for an engine to say itself that the time of a pull is over."""
 
 
 class EngineClient:
@@ -79,7 +81,7 @@ class EngineClient:
                 return
             await asyncio.sleep(wait)
 
-    async def abort(self, *requests: str) -> int:
+    async def abort(self, requests: Iterable[str]) -> int:
         """Ends requests by name, with what they have; returns how many answers were ended."""
         message = engine_pb2.AbortRequest(requests=requests)
         try:
@@ -107,9 +109,14 @@ class EngineClient:
     async def pull(
         self, relay: str, options: weights_pb2.PullOptions
     ) -> AsyncIterator[engine_pb2.PullWeightsResponse]:
-        """Fills a dummy; the last message carries the report."""
+        """Fills a dummy; the last message carries the report.
+
+        An engine that hangs is left a few seconds after the timeout of the options.
+        """
         request = engine_pb2.PullWeightsRequest(relay=relay, options=options)
-        async for response in self._stream(self._stub.PullWeights(request)):
+        limit = options.timeout.ToNanoseconds() / 1e9
+        timeout = limit + OVERTIME_SECONDS if limit else None
+        async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
 
     async def _stream(self, call: Any) -> AsyncGenerator[Any]:

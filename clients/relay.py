@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ class RelayClient:
         self.address = address
         self._credentials = credentials
         self._closing: set[asyncio.Task[None]] = set()
+        self._failed = False
         self._open()
 
     async def __aenter__(self) -> Self:
@@ -58,16 +60,24 @@ class RelayClient:
         response = await self._unary(self._stub.GetAttachment(request, timeout=timeout))
         return response.socket_path, response.relay_generation
 
-    async def announce(self, address: str, generation: str, instances: list[Instance]) -> None:
+    async def announce(
+        self,
+        address: str,
+        generation: str,
+        instances: list[Instance],
+        timeout: float = CALL_SECONDS,
+    ) -> None:
         """Announces every instance of the relay at `address`."""
         self._renew()
         request = relay_pb2.AnnounceRequest(
             address=address, relay_generation=generation,
             instances=[convert.instance_to_proto(i) for i in instances],
         )  # fmt: skip
-        await self._unary(self._stub.Announce(request, timeout=CALL_SECONDS))
+        await self._unary(self._stub.Announce(request, timeout=timeout))
 
-    async def sources(self, target: Target, *, without_directory: bool = False) -> list[Match]:
+    async def sources(
+        self, target: Target, *, without_directory: bool = False, timeout: float = CALL_SECONDS
+    ) -> list[Match]:
         """Lists who could fill a target, and why the others could not."""
         request = relay_pb2.ListSourcesRequest(
             instance=target.instance, without_directory=without_directory
@@ -76,7 +86,7 @@ class RelayClient:
             request.format.CopyFrom(convert.format_to_proto(target.format))
         if target.placement is not None:
             request.placement.CopyFrom(convert.placement_to_proto(target.placement))
-        response = await self._unary(self._stub.ListSources(request, timeout=CALL_SECONDS))
+        response = await self._unary(self._stub.ListSources(request, timeout=timeout))
         return [Match(convert.instance_from_proto(s.instance), s.reason) for s in response.sources]
 
     async def status(self) -> relay_pb2.GetRelayStatusResponse:
@@ -121,18 +131,19 @@ class RelayClient:
         response = await self._unary(self._stub.AcquireLease(request, timeout=CALL_SECONDS))
         return response.lease, response.probe
 
-    async def release_lease(self, lease: str) -> None:
+    async def release_lease(self, lease: str, timeout: float = CALL_SECONDS) -> None:
         """Gives a lease back."""
         request = relay_pb2.ReleaseLeaseRequest(lease=lease)
-        await self._unary(self._stub.ReleaseLease(request, timeout=CALL_SECONDS))
+        await self._unary(self._stub.ReleaseLease(request, timeout=timeout))
 
     async def pull(
         self, instance: str, options: weights_pb2.PullOptions
-    ) -> AsyncIterator[relay_pb2.PullResponse]:
+    ) -> AsyncGenerator[relay_pb2.PullResponse]:
         """Fills an attached target; the last message carries the report."""
         request = relay_pb2.PullRequest(instance=instance, options=options)
-        async for response in self._stream(self._stub.Pull(request)):
-            yield response
+        async with contextlib.aclosing(self._stream(self._stub.Pull(request))) as responses:
+            async for response in responses:
+                yield response
 
     async def return_mapping(self, instance: str, generation: str, timeout: float) -> int:
         """Has the writable arenas unmapped; returns how many were."""
@@ -145,12 +156,15 @@ class RelayClient:
         self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)
 
     def _renew(self) -> None:
-        """Connects anew when the certificate has changed: a channel keeps the one it opened with.
+        """Connects anew when the certificate has changed, or when nobody answered before.
 
-        Called where a connection that lasts begins or repeats; calls that run may finish.
+        A channel keeps the certificate that it opened with; and one that failed to connect
+        says for a while that it did, although somebody may listen by now. Called where a
+        connection that lasts begins or repeats; calls that run may finish.
         """
-        if not self.channel.is_stale:
+        if not (self._failed or self.channel.is_stale):
             return
+        self._failed = False
         closing = asyncio.create_task(self.channel.close(CALL_SECONDS))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -160,9 +174,10 @@ class RelayClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            self._failed = error.code() is grpc.StatusCode.UNAVAILABLE
             raise ClientError.of(error, self.address) from error
 
-    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
         try:
             async for response in call:
                 yield response

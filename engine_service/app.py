@@ -23,7 +23,7 @@ from engine_service.core.fill import Filler
 from engine_service.core.instance import Identity, Instance
 from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
-from engine_service.errors import EngineError
+from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
 from engine_service.rpc.gateway import GatewayServicer
 from engine_service.rpc.metrics import EngineCollector
@@ -31,6 +31,8 @@ from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
 from relay_service.core.process import announce_listening, stop_on_signals
+from relay_service.errors import DeviceError
+from relay_service.memory import cuda_driver
 from relay_service.rpc.metrics_server import MetricsServer
 from seedrelay.v1 import engine_pb2_grpc
 
@@ -40,11 +42,12 @@ FAILED_LINGER_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: EngineConfig) -> None:
-    """Runs an engine until SIGTERM or SIGINT.
+async def serve(config: EngineConfig, ranks: RankGroup) -> None:
+    """Runs an engine on ranks that were spawned, until SIGTERM or SIGINT.
 
     Raises `EngineError` when it cannot listen, or can never be ready.
     """
+    _check_device(config)
     stopping = stop_on_signals()
     credentials = rpc.credentials(config.security)
     server = rpc.new_server(credentials)
@@ -52,7 +55,7 @@ async def serve(config: EngineConfig) -> None:
     metrics = MetricsServer(config.metrics_listen, config.security)
     with rpc.own_errors():
         metrics_address = await metrics.start()
-    instance = await _build(config, credentials)
+    instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
@@ -85,11 +88,30 @@ async def serve(config: EngineConfig) -> None:
         raise EngineError(failed)
 
 
-async def _build(config: EngineConfig, credentials: Credentials) -> Instance:
+def _check_device(config: EngineConfig) -> None:
+    """Raises `ConfigError` where a rank would have no device: sooner than a worker could."""
+    if config.device != "cuda":
+        return
+    try:
+        count = len(cuda_driver.load().devices())
+    except DeviceError as error:
+        raise ConfigError.of(error) from error
+    if count < config.tensor_parallel_size:
+        raise ConfigError(
+            f"{config.tensor_parallel_size} ranks need a CUDA device each, there are {count}",
+            field="tp", expected=str(config.tensor_parallel_size), found=str(count),
+            hint="lower --tp, or show more devices with CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+
+
+def _build(config: EngineConfig, ranks: RankGroup, credentials: Credentials) -> Instance:
     limits = Limits(
-        config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
+        config.max_context_tokens,
+        config.max_running,
+        config.max_waiting,
+        config.kv_block_tokens,
+        config.prefill_chunk_tokens,
     )
-    ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
     model = Path(config.model).resolve().name
     identity = Identity(config.name, uuid.uuid4().hex, model)

@@ -62,6 +62,8 @@ class EngineConfig:
     """Most requests that run at once."""
     max_waiting: int = 256
     """Most requests that wait."""
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
     metrics_listen: str = ""
@@ -81,14 +83,13 @@ class EngineConfig:
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
-        if self.device != "cpu":
-            raise ConfigError("only the CPU is supported so far", field="device", found=self.device)
+        _one_of("device", self.device, ("cpu", "cuda"))
         if self.expert_parallel_size != 1:
             raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")
         for name in (
             "tensor_parallel_size", "collective_timeout_seconds", "deadline_seconds",
             "max_context_tokens", "kv_cache_tokens", "kv_block_tokens", "max_running",
-            "max_waiting",
+            "max_waiting", "prefill_chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)

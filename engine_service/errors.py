@@ -5,6 +5,7 @@ EngineError
 ├── InvalidRequest         a request that can never be served
 ├── NotReady               the instance isn't ready (yet, or any more)
 ├── QueueFull              too many requests wait
+├── RequestExists          a request of that name is being served
 ├── NotOffered             an operation that this service does not have
 ├── WrongState             the instance is not in a state for this
 ├── ModelError             a model folder that cannot be served

@@ -14,7 +14,7 @@ from relay_service.core.process import announce_listening, stop_on_signals
 from relay_service.core.rate import TokenBucket
 from relay_service.core.registry import RENEW_SECONDS, Registry
 from relay_service.core.transfers import Transfers
-from relay_service.memory.host import HostArena
+from relay_service.memory.mapping import map_arena
 from relay_service.rpc import server as rpc
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.metrics import RelayCollector
@@ -47,7 +47,7 @@ class Relay:
             self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport(credentials)]
         )
         path = socket_path(self.address)
-        self._attach_server = AttachServer(path, self.holdings, self.transfers, HostArena)
+        self._attach_server = AttachServer(path, self.holdings, self.transfers, map_arena)
         self._server.add_generic_rpc_handlers((BlockServicer(self.holdings, egress).handler(),))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(
             RelayServicer(self.holdings, registry, self._fleet, self.transfers, str(path)),

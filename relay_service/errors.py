@@ -16,6 +16,7 @@ RelayError
 ├── NoSource               nobody (or nobody any more) can fill the target
 ├── CorruptBlock           bytes that do not match their digest
 ├── ResourceExhausted      no memory, no descriptors, too many readers
+├── DeviceError            a device that isn't there, or a call of its driver that failed
 ├── PullTimeout            the deadline of a pull is over
 └── PullEnded              somebody ended the pull, or its target has left
 """
@@ -101,6 +102,10 @@ class CorruptBlock(RelayError):
 
 class ResourceExhausted(RelayError):
     """No memory, no descriptors or too many readers."""
+
+
+class DeviceError(RelayError):
+    """A device that isn't there, or a call of its driver that failed; names call and error."""
 
 
 class PullTimeout(RelayError):

@@ -262,6 +262,7 @@ class FakeFleet:
     def __init__(self, *instances: Instance) -> None:
         self.known = list(instances)
         self.asked = 0
+        self.missing = ""
 
     async def instances(self) -> list[Instance]:
         self.asked += 1
@@ -344,10 +345,10 @@ class FakeSession:
 
 
 class FakeRunner:
-    """Samples the last token of each row plus one.
+    """Samples the last token of each row plus one, or the next one that may come.
 
-    Log-probabilities are -0.5 for the token that is there, and one less for each of the
-    following ids.
+    Its log-probabilities are -0.5, those of prompts -1; the likeliest tokens are the one that
+    is there and the ids after it, each one less.
     """
 
     def __init__(self) -> None:
@@ -367,19 +368,27 @@ class FakeRunner:
         if self.error:
             error, self.error = self.error, None
             raise error
-        tokens = tuple(row.tokens[-1] + 1 if row.samples else -1 for row in rows)
+        tokens = [_next_token(row) if row.samples else -1 for row in rows]
         wanted = [row.sampling.logprobs for row in rows]
-        logprobs = {n: likely(tokens[n], k) for n, k in enumerate(wanted) if k is not None}
+        logprobs = {n: _likely(tokens[n], -0.5, k) for n, k in enumerate(wanted) if k is not None}
         prompts = {
-            n: tuple(likely(token, row.sampling.prompt_logprobs) for token in row.following)
+            n: tuple(_likely(t, -1.0, row.sampling.prompt_logprobs) for t in row.following)
             for n, row in enumerate(rows)
         }
-        return Sampled(tokens, logprobs, {n: them for n, them in prompts.items() if them})
+        return Sampled(tuple(tokens), logprobs, prompts)
 
 
-def likely(token: int, count: int) -> TokenLogprobs:
-    """Returns the log-probabilities that `FakeRunner` makes up."""
-    return TokenLogprobs(token, -0.5, tuple((token + n, -0.5 - n) for n in range(count)))
+def _likely(token: int, logprob: float, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, logprob, tuple((token + n, logprob - n) for n in range(count)))
+
+
+def _next_token(row: Row) -> int:
+    token = row.tokens[-1] + 1
+    for candidate in (*range(token, token + 9), *range(8 * len(row.allowed))):
+        may = not row.allowed or row.allowed[candidate // 8] >> candidate % 8 & 1
+        if may and candidate not in row.banned:
+            return candidate
+    return token
 
 
 # Text without a model

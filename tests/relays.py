@@ -45,14 +45,23 @@ class Fleet:
         return self._clients[-1]
 
     async def engine(
-        self, relay: Relay, name: str, *contents: bytes, layout: Manifest | None = None, **changes
-    ) -> FakeEngine:
+        self, relay: Relay, name: str, *contents: bytes, layout: Manifest | None = None,
+        memory: Memory | None = None, **changes,
+    ) -> FakeEngine:  # fmt: skip
         """Attaches an engine through the real protocol; without contents it is a dummy."""
-        engine = FakeEngine(name, Memory([layout or self.layout], contents))
-        self._engines.append(engine)
+        engine = self.unattached(name, *contents, layout=layout, memory=memory)
         path = socket_path(relay.address)
         answer = await engine.attach(path, **changes)
         assert isinstance(answer, Accepted), answer
+        return engine
+
+    def unattached(
+        self, name: str, *contents: bytes, layout: Manifest | None = None,
+        memory: Memory | None = None,
+    ) -> FakeEngine:  # fmt: skip
+        """Makes an engine that has not attached yet."""
+        engine = FakeEngine(name, memory or Memory([layout or self.layout], contents))
+        self._engines.append(engine)
         return engine
 
     async def seed(self, relay: Relay, name: str = "seed", **changes) -> FakeEngine:

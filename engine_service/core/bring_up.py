@@ -1,6 +1,6 @@
 """Takes an instance to READY, or to a dummy that waits. Plain Python.
 
-disk     allocate → load → capture → probe recorded → READY
+disk     allocate → capture → load → probe recorded → READY
 relay    allocate → (fill ‖ capture) → READY, within the deadline
 neither  allocate → capture → DUMMY, until somebody fills it
 """
@@ -12,7 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from engine_service.core.fill import Filler, take_back
+from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.ports import FillProgress
@@ -21,6 +21,8 @@ from relay_service.core.instance import State
 from relay_service.core.pull_report import PullOptions
 
 RETRY_SECONDS = 0.5
+OVERTIME_SECONDS = 2.0
+"""Time for the relay to say, at the deadline, how far it came; longer it's not waited for."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,8 @@ class BringUp:
         self._filler = filler
         self._deadline = time.monotonic() + instance.config.deadline_seconds
         self._last_note = ""
+        self._tried: dict[str, None] = {}
+        """How earlier attempts ended, in their order and each once."""
 
     async def run(self) -> None:
         """Brings the instance up; whatever fails leaves it FAILED, with the reason."""
@@ -42,7 +46,7 @@ class BringUp:
             elif config.relay:
                 await self._from_relay()
             else:
-                await instance.allocate(read_folder(Path(config.model)))
+                await instance.allocate(self._folder_files())
                 instance.lifecycle.to(State.DUMMY)
                 await instance.capture()
         except EngineError as error:
@@ -52,7 +56,7 @@ class BringUp:
     async def _from_disk(self) -> None:
         instance = self._instance
         instance.lifecycle.to(State.LOADING)
-        await instance.allocate(read_folder(Path(instance.config.model)))
+        await instance.allocate(self._folder_files())
         await self._load()
         if instance.config.relay:
             try:
@@ -62,8 +66,8 @@ class BringUp:
                 _log.warning("not attached yet: %s", error)
 
     async def _load(self) -> None:
+        await self._instance.capture()  # first: a model that cannot serve need not be read
         await self._instance.load()
-        await self._instance.capture()
         await self._instance.serve_from_disk()
 
     async def _from_relay(self) -> None:
@@ -71,11 +75,14 @@ class BringUp:
         await instance.allocate(await self._files_in_time())
         instance.lifecycle.to(State.DUMMY)
         try:
-            async with asyncio.TaskGroup() as group:
+            limit = asyncio.timeout(self._seconds_left + OVERTIME_SECONDS)
+            async with limit, asyncio.TaskGroup() as group:
                 group.create_task(instance.capture())
                 group.create_task(self._fill())
         except* EngineError as errors:
             await self._fall_back(errors.exceptions[0])
+        except* TimeoutError:
+            await self._fall_back(self._too_late(f"still {instance.lifecycle.state}"))
 
     async def _fall_back(self, error: Exception) -> None:
         """Loads from disk where the operator allows it; otherwise raises what went wrong."""
@@ -85,7 +92,7 @@ class BringUp:
         _log.warning("falling back to disk: %s", error)
         instance.lifecycle.to(State.LOADING, f"fallback to disk: {error}")
         if instance.link:
-            await take_back(instance, instance.link)
+            await instance.take_back(instance.link)
             await instance.tell_relay()
         await self._load()
 
@@ -101,19 +108,26 @@ class BringUp:
             try:
                 await self._filler.fill(config.relay, options, self._note)
             except (FillFailed, RelayUnreachable) as error:
+                reason = error.details.get("path") or str(error)
                 if isinstance(error, FillTimeout) or self._seconds_left < RETRY_SECONDS:
-                    raise self._too_late(error.details.get("path") or str(error)) from error
+                    raise self._too_late(reason) from error
                 if error.details.get("final"):
                     raise
+                self._tried[reason] = None
                 _log.warning("fill: %s; trying again", error)
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 return
 
+    def _folder_files(self) -> dict[str, bytes]:
+        with self._instance.phases.measure("config"):
+            return read_folder(Path(self._instance.config.model))
+
     async def _files_in_time(self) -> dict[str, bytes]:
         try:
-            async with asyncio.timeout(self._seconds_left):
-                return await self._files()
+            with self._instance.phases.measure("config"):
+                async with asyncio.timeout(self._seconds_left):
+                    return await self._files()
         except TimeoutError:
             raise self._too_late(f"no model was offered; {self._last_note}") from None
 
@@ -136,7 +150,8 @@ class BringUp:
 
     def _too_late(self, reason: str) -> FillTimeout:
         seconds = self._instance.config.deadline_seconds
-        return FillTimeout(f"not filled within {seconds:g} s of its start: {reason}")
+        story = "; then ".join(self._tried | {reason: None})
+        return FillTimeout(f"not filled within {seconds:g} s of its start: {story}")
 
     def _note(self, progress: FillProgress) -> None:
         """Logs what a fill waits for, once, and lets the status say it."""

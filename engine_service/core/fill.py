@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import time
 
 from engine_service.core.fill_log import FillLog
 from engine_service.core.instance import Instance
 from engine_service.core.messages import CheckProbe, Commit, Done
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
+from engine_service.core.ranks import quiet
 from engine_service.errors import (
     ArenaError,
     EngineError,
@@ -27,8 +27,6 @@ from engine_service.errors import (
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.pull_report import PullOptions
-
-_log = logging.getLogger(__name__)
 
 
 class Filler:
@@ -76,7 +74,7 @@ class Filler:
         report = await self._land(link, options, on_progress)
         await self._instance.capture()
         # A caller who leaves now cannot stop what has begun to serve.
-        await asyncio.shield(asyncio.ensure_future(self._commit(link, report, on_progress)))
+        await asyncio.shield(quiet(asyncio.ensure_future(self._commit(link, report, on_progress))))
         return report
 
     async def _attach(self, relay: str) -> RelayLink:
@@ -94,13 +92,15 @@ class Filler:
         instance.lifecycle.to(State.LANDING)
         try:
             await link.update()
+            instance.lent = True
             with instance.phases.measure("land"):
                 report = await link.pull(options, on_progress)
             on_progress(FillProgress(phase="committing"))
             instance.manifests = await self._landed(link, report)
         except BaseException:
-            instance.lifecycle.to(State.DUMMY)
-            await link.update()
+            if instance.lifecycle.state is State.LANDING:  # it may be told to stop, or have failed
+                instance.lifecycle.to(State.DUMMY)
+                await link.update()
             raise
         return report
 
@@ -115,7 +115,7 @@ class Filler:
         try:
             began = time.monotonic()
             with instance.phases.measure("commit"):
-                self._check_moved(await take_back(instance, link))
+                self._check_moved(await instance.take_back(link))
                 await instance.ranks.same(Commit(), Done)
             report.seconds_commit = time.monotonic() - began
             on_progress(FillProgress(phase="probing"))
@@ -140,16 +140,3 @@ class Filler:
             raise FillFailed("the source has no probe to compare with", final="yes")
         await self._instance.ranks.same(CheckProbe(probe), Done)
         self._instance.probe = probe
-
-
-async def take_back(instance: Instance, link: RelayLink) -> list[Manifest]:
-    """Makes sure that nobody but the ranks can write to the arenas any more.
-
-    A relay that does not say that it gave up writing is cut off; then the manifests
-    of what lies in the fresh memory are returned.
-    """
-    if await link.return_mapping():
-        return []
-    _log.warning("the relay did not return its mapping: moving the arenas away from it")
-    link.detach()
-    return await instance.ranks.cut_off()

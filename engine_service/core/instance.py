@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
@@ -69,6 +70,8 @@ class Instance:
         self.fill_report: FillReport | None = None
         self.filling: FillProgress | None = None
         """How far a fill is, while there is one."""
+        self.lent = False
+        """Whether a relay was asked to write into the arenas, and may still be able to."""
         self._open_link = open_link
         self.files: dict[str, bytes] = {}
         """Small files of the model, by name; empty until they are known."""
@@ -114,10 +117,14 @@ class Instance:
         self.files = files
         self.codec = TextCodec(files)
         self._limit_context()
-        with self.phases.measure("allocate"):
-            await self.ranks.allocate(
-                [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
-            )
+        asked = time.monotonic()
+        await self.ranks.allocate(
+            [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
+        )
+        imported = max(arena.imported_at for arena in self.ranks.arenas)
+        self.phases.add("imports", self.phases.origin, imported)
+        # Memory is allocated while the ranks import: what is counted is what came on top.
+        self.phases.add("allocate", max(asked, imported), time.monotonic())
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
 
     async def load(self) -> None:
@@ -140,8 +147,8 @@ class Instance:
 
     async def serve(self, weights: Weights) -> None:
         """Becomes ready with proven weights, and says so."""
-        self.engine.weights = weights
         self.lifecycle.to(State.READY)
+        self.engine.weights = weights
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
 
@@ -166,17 +173,34 @@ class Instance:
         link = self.link_to(relay)
         try:
             with self.phases.measure("attach"):
-                await link.attach(self.describe, self.ranks.descriptors)
+                await link.attach(
+                    self.describe, [fd for one in self.ranks.descriptors for fd in one]
+                )
         except ConfigError:
             await self.leave_relay()  # denied for good; another one may still be named
             raise
         return link
 
     async def leave_relay(self) -> None:
-        """Lets go of the relay."""
+        """Lets go of the relay, which can write no more then."""
         if self.link:
+            await self.take_back(self.link)
             link, self.link = self.link, None
             await link.close()
+
+    async def take_back(self, link: RelayLink) -> list[Manifest]:
+        """Makes sure that nobody but the ranks can write to the arenas any more.
+
+        A relay that does not say that it gave up writing is cut off; then the manifests
+        of what lies in the fresh memory are returned.
+        """
+        moved: list[Manifest] = []
+        if self.lent and not await link.return_mapping():
+            _log.warning("the relay did not return its mapping: moving the arenas away from it")
+            link.detach()
+            moved = await self.ranks.cut_off()
+        self.lent = False
+        return moved
 
     async def tell_relay(self) -> None:
         """Tells the relay, if there is one, how the instance changed."""
@@ -191,6 +215,7 @@ class Instance:
             format=Format(self.ranks.arenas[0].facts), placement=self.placement,
             weights=self.engine.weights, manifests=tuple(self.manifests),
             artifacts=self.files, probe=self.probe,
+            descriptors_per_rank=self.ranks.arenas[0].descriptors,
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -100,7 +100,7 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
-    """Captures the decode graph. Answered by `Done`."""
+    """Audits what a pass reads, and captures the decode graph. Answered by `Done`."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +135,7 @@ class CheckProbe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The arena exists; its descriptor travels with this message."""
+    """The arena exists; its descriptors travel with this message."""
 
     manifest: Manifest
     """Without digests."""
@@ -143,6 +143,9 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     """Format facts of this rank's model and kernel format."""
     address: int
     page_kind: str
+    descriptors: int
+    imported_at: float
+    """When the rank had imported what it needs, on the host's monotonic clock, in seconds."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -26,15 +26,19 @@ class Phases:
     origin: float = field(default_factory=lambda: time.monotonic() - _process_age_seconds())
     measured: list[Phase] = field(default_factory=list)
 
+    def add(self, name: str, begin: float, end: float) -> None:
+        """Adds a phase that was measured elsewhere, on the host's monotonic clock."""
+        self.measured.append(Phase(name, begin - self.origin, end - self.origin))
+        self.measured.sort(key=lambda phase: phase.begin_seconds)
+
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Measures one phase, also when it fails."""
-        begin = time.monotonic() - self.origin
+        begin = time.monotonic()
         try:
             yield
         finally:
-            self.measured.append(Phase(name, begin, time.monotonic() - self.origin))
-            self.measured.sort(key=lambda phase: phase.begin_seconds)
+            self.add(name, begin, time.monotonic())
 
 
 def _process_age_seconds() -> float:

@@ -40,7 +40,8 @@ class RankGroup:
         self._rendezvous_fd = rendezvous_fd
         self._broken: errors.RankDied | None = None
         self.arenas: list[Allocated] = []
-        self.descriptors: list[int] = []
+        self.descriptors: list[list[int]] = []
+        """Of each rank's arena; the first one carries header and seal."""
         self._ordered = asyncio.Lock()
 
     @staticmethod
@@ -87,8 +88,8 @@ class RankGroup:
     async def allocate(self, commands: Sequence[Command]) -> None:
         """Has the arenas allocated and takes their descriptors."""
         self.arenas = await self.all(commands, Allocated)
-        for worker in self.workers:
-            self.descriptors += worker.channel.take_descriptors(1)
+        for worker, arena in zip(self.workers, self.arenas, strict=True):
+            self.descriptors.append(worker.channel.take_descriptors(arena.descriptors))
 
     async def cut_off(self) -> list[Manifest]:
         """Moves every arena to fresh memory, away from whoever still maps the old.
@@ -97,8 +98,9 @@ class RankGroup:
         """
         moved = await self.same(CutOff(), Moved)
         for rank, worker in enumerate(self.workers):
-            os.close(self.descriptors[rank])
-            self.descriptors[rank] = worker.channel.take_descriptors(1)[0]
+            fresh = worker.channel.take_descriptors(len(self.descriptors[rank]))
+            _close(self.descriptors[rank])
+            self.descriptors[rank] = fresh
         return [reply.manifest for reply in moved]
 
     async def step(self, rows: tuple[Row, ...]) -> Sampled:
@@ -133,10 +135,15 @@ class RankGroup:
         """Ends every worker and lets go of the arenas."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         while self.descriptors:
-            os.close(self.descriptors.pop())
+            _close(self.descriptors.pop())
         if self._rendezvous_fd >= 0:
             os.close(self._rendezvous_fd)
             self._rendezvous_fd = -1
+
+
+def _close(descriptors: list[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:

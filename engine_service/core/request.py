@@ -16,7 +16,7 @@ from engine_service.core.ports import Constraint
 from relay_service.core.instance import Weights
 
 _ids = itertools.count(1)
-_SEEDS = 1 << 63
+_SEEDS = 1 << 64
 
 
 class Finish(StrEnum):

@@ -1,59 +1,76 @@
 """Holds every weight of a rank in one shared allocation, as torch views.
 
-The memory is a memfd that the relay maps too. Its address never changes: neither
-sealing nor replacing what backs it moves a tensor.
+The relay maps the same memory. Its address never changes: neither sealing nor replacing
+what backs it moves a tensor. Where the memory lies is a subclass's affair: `memfd_arena` on
+the host, `cuda_arena` on a device.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
 
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import ArenaError
 from relay_service.core.manifest import Manifest, TensorEntry, block_digest
-from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
+from relay_service.memory.host import is_sealed, seal
 
 
-class Arena:
+class Arena(ABC):
     """One rank's weights. Lives as long as the process: views of it are everywhere."""
 
-    def __init__(self, manifest: Manifest, generation: str) -> None:
-        """Allocates the memory, all zero. Raises `relay_service.errors.ResourceExhausted`."""
+    descriptors: tuple[int, ...]
+    """What others map the memory by; the first one carries header and seal."""
+
+    def __init__(self, manifest: Manifest, data: Tensor) -> None:
+        """`data` is the memory as `data_bytes` of uint8, no inference tensor: an update writes."""
         self.manifest = manifest
-        self.fd = create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
-        self._memory = HostArena(self.fd, manifest.data_bytes, writable=True)
-        self._memory.write_header(generation)
-        with torch.inference_mode(mode=False):  # else nobody may write them in place later
-            self._bytes = _bytes_of(self._memory)
-            self.tensors: dict[str, torch.Tensor] = {
+        self._bytes = data
+        with torch.inference_mode(mode=False):
+            self.tensors: dict[str, Tensor] = {
                 entry.name: self._tensor(entry) for unit in manifest.units for entry in unit.tensors
             }
 
     @property
+    @abstractmethod
     def address(self) -> int:
         """Address of the first byte of the data."""
-        return self._memory.address
 
     @property
+    @abstractmethod
     def page_kind(self) -> str:
         """Says which pages back the memory."""
-        return self._memory.page_kind()
+
+    @abstractmethod
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Returns at most a block of the data as bytes of the host, until the next call."""
+
+    @abstractmethod
+    def build(self, offset: int, nbytes: int) -> memoryview:
+        """Returns bytes of the host in which to build a block that is still zero."""
+
+    @abstractmethod
+    def put(self, offset: int, nbytes: int) -> None:
+        """Makes what was built last the arena's, at the latest with the next `flush`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Waits until the memory holds all that was put, and all that torch has written."""
+
+    @abstractmethod
+    def replace_backing(self) -> Manifest:
+        """Moves the contents into fresh memory at the same address, and digests them.
+
+        Cuts off every mapping that somebody else still holds of the old memory. Raises
+        `ArenaError` where that is impossible.
+        """
 
     @property
     def sealed(self) -> bool:
         """Whether nobody can map the memory for writing any more."""
-        return is_sealed(self.fd)
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Returns writable bytes of the data."""
-        return self._memory.view(offset, nbytes)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor's storage is the arena."""
-        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+        return is_sealed(self.descriptors[0])
 
     def seal(self) -> None:
         """Forbids new writable mappings. Raises `ArenaError` when the kernel did not do it.
@@ -61,47 +78,26 @@ class Arena:
         Mappings that exist stay writable: whoever had one must have returned it, or
         `replace_backing` cuts it off.
         """
+        self.flush()
         try:
-            seal(self.fd)
+            seal(self.descriptors[0])
         except OSError as error:
             raise ArenaError(f"cannot seal the arena: {error.strerror}") from error
         if not self.sealed:
             raise ArenaError("the arena is not sealed although sealing it succeeded")
 
-    def replace_backing(self) -> Manifest:
-        """Moves the contents into fresh memory at the same address, and digests them.
-
-        Cuts off every mapping that somebody else still holds of the old memory. The
-        digests are of the new memory, so a write that raced with the copy shows.
-        """
-        fresh = create_memfd(f"seedrelay-rank-{self.manifest.rank}", self.manifest.data_bytes)
-        _write_all(fresh, self._memory)
-        size = self.manifest.data_bytes
-        self._memory = HostArena(fresh, size, writable=True, address=self._memory.base)
-        os.close(self.fd)
-        self.fd = fresh
-        return self.digested()
+    def holds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor's storage is the arena."""
+        return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
 
     def digested(self) -> Manifest:
         """Returns the manifest with digests of the current contents: a pass over all bytes."""
+        self.flush()
         blocks = map(self.manifest.block, range(self.manifest.block_count))
         digests = [block_digest(self.view(block.offset, block.nbytes)) for block in blocks]
         return self.manifest.with_digests(digests)
 
-    def _tensor(self, entry: TensorEntry) -> torch.Tensor:
+    def _tensor(self, entry: TensorEntry) -> Tensor:
         flat = self._bytes[entry.offset : entry.offset + entry.nbytes]
         typed = flat.view(TORCH_DTYPES[entry.dtype])
         return typed.as_strided(entry.shape, entry.strides)
-
-
-def _bytes_of(memory: HostArena) -> torch.Tensor:
-    if memory.data_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(memory.view(0, memory.data_bytes), dtype=torch.uint8)
-
-
-def _write_all(fd: int, memory: HostArena) -> None:
-    """Copies header and data through a second mapping of `fd`."""
-    copy = HostArena(fd, memory.data_bytes, writable=True)
-    ctypes.memmove(copy.base, memory.base, memory.size)
-    copy.close()

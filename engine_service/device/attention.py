@@ -48,14 +48,33 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
     slots: Tensor, tables: Tensor, lengths: Tensor,
 ) -> Tensor:  # fmt: skip
-    keys.flatten(0, 1).index_copy_(0, slots, key)
-    values.flatten(0, 1).index_copy_(0, slots, value)
+    _store(key, value, keys, values, slots)
     if tables.shape[0] > 1:
         return _decode_many(query, keys, values, tables, lengths)
-    length = int(lengths)
-    table = tables[0, : -(-length // keys.shape[1])]
-    context = _gather(keys, table)[:length], _gather(values, table)[:length]
+    context = _context(keys, values, tables, int(lengths))
     return _prefill(query, *context) if query.shape[0] > 1 else _decode_one(query, *context)
+
+
+def _attend_on_device(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
+    slots: Tensor, tables: Tensor, lengths: Tensor,
+) -> Tensor:  # fmt: skip
+    """Decodes without asking the host how long a context is: a CUDA graph could not."""
+    _store(key, value, keys, values, slots)
+    if query.shape[0] == tables.shape[0]:
+        return _decode_many(query, keys, values, tables, lengths)
+    return _prefill(query, *_context(keys, values, tables, int(lengths)))
+
+
+def _store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    keys.flatten(0, 1).index_copy_(0, slots, key)
+    values.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def _context(keys: Tensor, values: Tensor, tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of the only sequence, `[length, kv_heads, head_dim]`."""
+    table = tables[0, : -(-length // keys.shape[1])]
+    return _gather(keys, table)[:length], _gather(values, table)[:length]
 
 
 def _gather(cache: Tensor, table: Tensor) -> Tensor:
@@ -79,7 +98,8 @@ def _decode_many(
     table, kv_heads = tables.flatten(), keys.shape[2]
     key_rows = _gather(keys, table).view(rows, -1, kv_heads, head_dim)
     value_rows = _gather(values, table).view(rows, -1, kv_heads, head_dim)
-    reach = torch.arange(tables.shape[1] * keys.shape[1]) < lengths.unsqueeze(1)
+    positions = torch.arange(tables.shape[1] * keys.shape[1], device=tables.device)
+    reach = positions < lengths.unsqueeze(1)
     attended = functional.scaled_dot_product_attention(
         query.view(rows, kv_heads, -1, head_dim),
         key_rows.transpose(1, 2), value_rows.transpose(1, 2),
@@ -92,7 +112,8 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     tokens, context = query.shape[0], keys.shape[0]
     mask = None
     if context > tokens:  # earlier context: each token sees it, itself, and no later one
-        mask = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
+        mask = torch.ones(tokens, context, dtype=torch.bool, device=query.device)
+        mask = mask.tril(context - tokens)
     attended = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         keys.transpose(0, 1).unsqueeze(0),
@@ -107,4 +128,5 @@ def _shape_only(query: Tensor, *_: Tensor) -> Tensor:
 
 
 _library.impl("paged_attention", _attend, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("paged_attention", _attend_on_device, "CUDA")  # type: ignore[no-untyped-call]
 torch.library.register_fake("seedrelay::paged_attention", _shape_only, lib=_library)

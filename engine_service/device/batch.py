@@ -26,7 +26,8 @@ class Batch(NamedTuple):
 def make_batch(rows: Sequence[Row], cache: KVCache, vocab_size: int) -> Batch:
     """Builds the batch of one row with any tokens, or of many rows with one token each.
 
-    Blocks that a row begins to write are cleared. Raises `InvalidRequest` for a row
+    It is put together on the host and then copied to the cache's device. Blocks that a row
+    begins to write are cleared. Raises `InvalidRequest` for a row
     that leaves the vocabulary, the model's positions or its own blocks.
     """
     for row in rows:
@@ -41,8 +42,9 @@ def make_batch(rows: Sequence[Row], cache: KVCache, vocab_size: int) -> Batch:
     slots = _slots(tables, positions, cache.block_tokens)
     fresh = slots[positions % cache.block_tokens == 0] // cache.block_tokens
     if len(fresh):
-        cache.clear(fresh)
-    return Batch(tokens, positions, slots, tables, lengths)
+        cache.clear(fresh.to(cache.device))
+    fields = (tokens, positions, slots, tables, lengths)
+    return Batch(*(field.to(cache.device) for field in fields))
 
 
 def _tables(rows: Sequence[Row], cache: KVCache, longest: int) -> Tensor:

@@ -1,13 +1,13 @@
-"""Captures the decode pass as flat graphs of ATen calls, and replays them.
+"""Captures the decode pass as flat graphs of calls, and replays them.
 
-One layer is traced symbolically with its weights as inputs and then bound to each
-layer's tensors in the arena: it follows an in-place copy and misses a rebinding,
+One layer is traced with its weights as inputs and then bound to each layer's tensors
+in the arena: it follows an in-place copy and misses a rebinding,
 exactly like a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from engine_service.core.messages import Row, Sampling
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.capture import Graph, check_uniform, prove, trace
 from engine_service.device.kv_cache import KVCache
-from engine_service.device.layers import Stage
 from engine_service.device.models.llama import Llama
 from engine_service.errors import CaptureError
 
 
 class GraphRunner:
     """Owns the captured graphs of one model."""
+
+    proven = True
 
     def __init__(self, model: Llama, cache: KVCache) -> None:
         self._model = model
@@ -38,6 +39,7 @@ class GraphRunner:
         """Whether `replay` may be called."""
         return self._head is not None
 
+    @torch.inference_mode()
     def capture(self) -> None:
         """Traces the stages, proves that replay equals eager, and binds the weights.
 
@@ -47,9 +49,11 @@ class GraphRunner:
         model, cache = self._model, self._cache
         check_uniform(model.layers)
         stages = (model.embedding, model.layers[0], model.head)
-        examples = self._inputs(self._example_batch())
-        graphs = [trace(model, *pair) for pair in zip(stages, examples, strict=True)]
-        self._prove(stages, graphs)
+        cases = [list(zip(stages, inputs, strict=True)) for inputs in self._examples()]
+        graphs = [trace(model, stage, len(inputs)) for stage, inputs in cases[0]]
+        for case in cases:
+            for graph, (stage, inputs) in zip(graphs, case, strict=True):
+                prove(stage, graph, inputs)
         self._embedding = _bind(graphs[0], model.embedding.weights())
         self._layer = graphs[1]
         self._head = _bind(graphs[2], model.head.weights())
@@ -73,30 +77,11 @@ class GraphRunner:
         logits: Tensor = self._head(hidden)
         return logits
 
-    def _example_batch(self) -> Batch:
-        """Returns a batch whose size stands for nothing else.
-
-        Tracing takes equal sizes for the same size, so a batch of 3 in a model with 3
-        heads would tie one to the other.
-        """
-        stages = (self._model.embedding, self._model.layers[0], self._model.head)
-        taken = {size for stage in stages for weight in stage.weights() for size in weight.shape}
-        taken |= set(self._cache.keys.shape)
-        free = (size for size in range(5, 1 << 24) if size not in taken)
-        count, width = next(free), next(free)
-        zeros = torch.zeros(count, dtype=torch.int64)
-        tables = torch.full((count, width), self._cache.padding_block)
-        return Batch(zeros, zeros.clone(), zeros.clone(), tables, zeros + 1)
-
-    def _prove(self, stages: Sequence[Stage], graphs: Sequence[Graph]) -> None:
-        """Compares each stage's graph and Python on scratch blocks, for one row and more."""
+    def _examples(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
+        """Yields inputs of the stages for one row and for more, on scratch blocks."""
         for count in range(1, len(self._cache.scratch) + 1):
-            blocks = self._cache.scratch[:count]
-            rows = [Row((0,), 0, held, 0, Sampling()) for held in blocks]
-            with torch.inference_mode():
-                batch = make_batch(rows, self._cache, self._model.config.vocab_size)
-                for case in zip(stages, graphs, self._inputs(batch), strict=True):
-                    prove(*case)
+            rows = [Row((0,), 0, held, 0, Sampling()) for held in self._cache.scratch[:count]]
+            yield self._inputs(make_batch(rows, self._cache, self._model.config.vocab_size))
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Tensor, ...], ...]:
         """Returns inputs of each stage, with random rows in the place of computed ones."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from engine_service.device.config import ModelConfig
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from relay_service.core.dtypes import DType
 
+CPU = torch.device("cpu")
 SCRATCH_TOKENS = 32
 SCRATCH_SEQUENCES = 2
 
@@ -21,8 +22,12 @@ class KVCache:
     stays zero and pads block tables.
     """
 
-    def __init__(self, config: ModelConfig, dtype: DType, blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: DType, blocks: int, block_tokens: int,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
         per_sequence = -(-SCRATCH_TOKENS // block_tokens)
+        self.device = device
         self.block_tokens = block_tokens
         self.padding_block = blocks + per_sequence * SCRATCH_SEQUENCES
         self.scratch = [
@@ -33,8 +38,8 @@ class KVCache:
         shape = (
             config.layers, self.padding_block + 1, block_tokens, config.kv_heads, config.head_dim,
         )  # fmt: skip
-        self.keys = torch.zeros(shape, dtype=TORCH_DTYPES[dtype])
-        self.values = torch.zeros(shape, dtype=TORCH_DTYPES[dtype])
+        self.keys = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        self.values = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
         self.layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     @property

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
-from engine_service.device.dtypes import TORCH_DTYPES, stored_dtype
+from engine_service.device.dtypes import stored_dtype
 from engine_service.device.fitting import check_fit
 from engine_service.device.sharding import Slice
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import CheckpointError
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest
@@ -41,7 +42,7 @@ def load(
     """Fills an arena.
 
     Args:
-        arena: Where to; untouched when the checkpoint does not fit.
+        arena: Where to, all zero; untouched when the checkpoint does not fit.
         folder: A checkpoint folder.
         slices: What to take of every checkpoint tensor that the model needs, by name.
         computed: Contents of the arena's tensors that no checkpoint holds, by name.
@@ -65,6 +66,7 @@ def load(
         total = sum(part.nbytes for part in parts.values())
         filling = _Filling(arena, parts, files, computed, lambda done: progress(done, total))
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
+    arena.flush()
     return arena.manifest.with_digests(digests), filling.bytes_read
 
 
@@ -92,17 +94,24 @@ class _Filling:
         self._files = files
         self._computed = computed
         self._progress = progress
+        self._start = 0
+        self._block = memoryview(b"")
         self.bytes_read = 0
 
     def fill(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Fills a unit; yields each block's digest as soon as the block is complete."""
-        start = unit.offset
-        for end in self._fill_pieces(unit):
-            if end - start == BLOCK_BYTES:
-                yield digest(self._arena.view(start, BLOCK_BYTES))
-                start = end
-        if rest := unit.offset + unit.nbytes - start:
-            yield digest(self._arena.view(start, rest))
+        end, pieces = unit.offset + unit.nbytes, self._fill_pieces(unit)
+        for start in range(unit.offset, end, BLOCK_BYTES):
+            nbytes = min(BLOCK_BYTES, end - start)
+            self._start, self._block = start, self._arena.build(start, nbytes)
+            while next(pieces, end) < start + nbytes:
+                pass
+            yield digest(self._block)
+            self._arena.put(start, nbytes)
+
+    def _piece(self, start: int, end: int) -> memoryview:
+        """Returns where bytes of the block in work are built."""
+        return self._block[start - self._start : end - self._start]
 
     def _fill_pieces(self, unit: Unit) -> Iterator[int]:
         """Yields offsets up to which the unit is complete, every block's end among them."""
@@ -136,7 +145,7 @@ class _Filling:
 
         def fill(done: int, start: int, end: int) -> None:
             piece = raw[done : done + end - start]
-            torch.frombuffer(self._arena.view(start, end - start), dtype=torch.uint8).copy_(piece)
+            torch.frombuffer(self._piece(start, end), dtype=torch.uint8).copy_(piece)
 
         return fill
 
@@ -144,7 +153,7 @@ class _Filling:
         found = stored_dtype(part.stored.dtype) or dtype
 
         def fill(done: int, start: int, end: int) -> None:
-            landed = self._arena.view(start, end - start)
+            landed = self._piece(start, end)
             first, count = done // dtype.itemsize, (end - start) // dtype.itemsize
             if found == dtype:
                 self._read(part, first, count, landed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,13 +29,13 @@ def adjust(logits: Tensor, row: Row) -> Tensor:
     if sampling.looks_back:
         _penalize(logits, row)
     if sampling.logit_bias:
-        tokens = torch.tensor(list(sampling.logit_bias))
-        logits[tokens] += torch.tensor(list(sampling.logit_bias.values()))
+        tokens = _on(logits, list(sampling.logit_bias))
+        logits[tokens] += _on(logits, list(sampling.logit_bias.values()))
     if row.allowed:
-        logits[~_unpacked(row.allowed, len(logits))] = _OUT
+        logits[~_unpacked(row.allowed, logits)] = _OUT
     if row.banned:
         # A structure that is complete allows the end alone; then it comes, however early.
-        banned = logits.index_fill(0, torch.tensor(row.banned), _OUT)
+        banned = logits.index_fill(0, _on(logits, row.banned), _OUT)
         logits = banned if banned.max() > _OUT else logits
     return logits
 
@@ -49,17 +51,21 @@ def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
 def _penalize(logits: Tensor, row: Row) -> None:
     sampling: Sampling = row.sampling
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.output}))
+        seen = _on(logits, sorted({*row.prompt, *row.output}))
         values = logits[seen]
         factor = sampling.repetition_penalty
         logits[seen] = torch.where(values > 0, values / factor, values * factor)
     if row.output:
-        tokens, counts = torch.unique(torch.tensor(row.output), return_counts=True)
+        tokens, counts = torch.unique(_on(logits, row.output), return_counts=True)
         logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
-def _unpacked(mask: bytes, size: int) -> Tensor:
-    """Returns which tokens a mask allows, bool `[size]`."""
+def _unpacked(mask: bytes, logits: Tensor) -> Tensor:
+    """Returns which tokens a mask allows, bool `[vocab_size]`."""
     packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
     bits = (packed.unsqueeze(1) >> _BITS) & 1
-    return bits.flatten()[:size].bool()
+    return bits.flatten()[: len(logits)].bool().to(logits.device)
+
+
+def _on(logits: Tensor, values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, device=logits.device)

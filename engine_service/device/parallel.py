@@ -1,9 +1,12 @@
-"""Joins the ranks of an instance over gloo, and what they compute together.
+"""Joins the ranks of an instance, and what they compute together: gloo on CPU, NCCL on CUDA.
 
 The two collectives are custom operators that look their group up by name when they are
 called, so a traced graph holds only the call. Every rank gets the same bits from either:
-gloo reduces each piece in one place and hands it round, so all ranks sample the same
-token from the same logits.
+each piece is reduced in one place, or in one order, and handed round, so all ranks sample
+the same token from the same logits.
+
+A rank that dies or hangs ends the instance either way: gloo raises `CollectiveFailed` here,
+NCCL ends the process that waited beyond the timeout, since its kernels cannot be called back.
 
 The ranks of an instance run on one host: they meet in a memory file that the front made
 and listen on loopback. Nothing is pickled, no port is fixed and no file stays behind.
@@ -11,6 +14,7 @@ and listen on loopback. Nothing is pickled, no port is fixed and no file stays b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +62,11 @@ class Group:
 ALONE = Group()
 
 
-def join(settings: RankConfig, rendezvous_fd: int) -> Group:
+Meet = Callable[[Any, RankConfig], Any]
+"""Opens a process group: takes a store that all ranks share, and who this one is."""
+
+
+def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Group:
     """Meets the other ranks of an instance; returns once all are there.
 
     `rendezvous_fd` is a memory file that all of them inherited. Raises `CollectiveFailed`
@@ -68,13 +76,11 @@ def join(settings: RankConfig, rendezvous_fd: int) -> Group:
         return ALONE
     if rendezvous_fd < 0:
         raise ConfigError(f"{settings.world_size} ranks have nowhere to meet", field="tp")
-    name, timeout = settings.generation, timedelta(seconds=settings.collective_timeout_seconds)
-    options = _options(timeout)
+    name = settings.generation
     try:
         store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
-        store.set_timeout(timeout)
-        prefixed = _distributed.PrefixStore(name, store)
-        group = _distributed.ProcessGroupGloo(prefixed, settings.rank, settings.world_size, options)
+        store.set_timeout(_timeout(settings))
+        group = meet(_distributed.PrefixStore(name, store), settings)
     except RuntimeError as error:
         raise CollectiveFailed(
             f"rank {settings.rank} of {settings.world_size} did not meet the others within "
@@ -85,12 +91,28 @@ def join(settings: RankConfig, rendezvous_fd: int) -> Group:
     return Group(settings.rank, settings.world_size, name)
 
 
-def _options(timeout: timedelta) -> Any:
+def meet_over_gloo(store: Any, settings: RankConfig) -> Any:
+    """Opens a process group on the CPU."""
     gloo = _distributed.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - so does everybody who sets a timeout or a device
-    options._timeout = timeout  # noqa: SLF001
+    options._timeout = _timeout(settings)  # noqa: SLF001
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-    return options
+    return gloo(store, settings.rank, settings.world_size, options)
+
+
+def meet_over_nccl(store: Any, settings: RankConfig) -> Any:
+    """Opens a process group on CUDA; its collectives may be captured in a graph.
+
+    The ranks meet in their first collective, when the first graph is captured.
+    """
+    nccl = _distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _timeout(settings)  # noqa: SLF001 - as above
+    return nccl(store, settings.rank, settings.world_size, options)
+
+
+def _timeout(settings: RankConfig) -> timedelta:
+    return timedelta(seconds=settings.collective_timeout_seconds)
 
 
 def _all_reduce(partial: Tensor, group: str) -> Tensor:
@@ -135,7 +157,8 @@ def _joined_shape(part: Tensor, _group: str, ranks: int) -> Tensor:
     return part.new_empty(part.shape[0], part.shape[1] * ranks)
 
 
-_library.impl("all_reduce", _all_reduce, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("gather", _gather, "CPU")  # type: ignore[no-untyped-call]
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_reduce", _all_reduce, _key)  # type: ignore[no-untyped-call]
+    _library.impl("gather", _gather, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("seedrelay::all_reduce", _same_shape, lib=_library)
 torch.library.register_fake("seedrelay::gather", _joined_shape, lib=_library)

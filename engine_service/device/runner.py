@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine_service.core.messages import Row, Sampled, TokenLogprobs
-from engine_service.device.batch import make_batch
-from engine_service.device.graphs import GraphRunner
+from engine_service.device.batch import Batch, make_batch
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.logits import logprobs
 from engine_service.device.models.llama import Llama
@@ -18,10 +18,27 @@ from engine_service.device.sampler import sample
 _LOGITS_ROWS = 32
 
 
+class Graphs(Protocol):
+    """The captured decode pass of one model."""
+
+    proven: bool
+    """Whether `capture` itself has compared replay with eager."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether `replay` may be called."""
+
+    def capture(self) -> None:
+        """Captures. Raises `CaptureError`."""
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Returns the logits of a decode batch, `[rows, vocab_size]`."""
+
+
 class Runner:
     """Prefills eagerly and one by one; decodes in one batch through the captured graph."""
 
-    def __init__(self, model: Llama, cache: KVCache, graphs: GraphRunner) -> None:
+    def __init__(self, model: Llama, cache: KVCache, graphs: Graphs) -> None:
         self._model = model
         self._cache = cache
         self._graphs = graphs

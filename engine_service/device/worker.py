@@ -2,26 +2,35 @@
 
 Reads commands from the inherited socket and answers each in turn, until the front
 closes it. The front owns shutdown: signals meant for it don't stop a rank.
+
+A thread imports torch, which takes more than a second; the first command is read and the
+arena allocated meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from engine_service import errors
 from engine_service.core import messages
-from engine_service.device.rank import Rank
+from engine_service.device.plan import plan
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
+
+if TYPE_CHECKING:
+    from engine_service.device.rank import Rank
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -37,6 +46,9 @@ class Worker:
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
         self._reported_bytes = 0
+        self._imported_at = 0.0
+        self._importing = threading.Thread(target=self._import, daemon=True)
+        self._importing.start()
 
     def serve(self) -> None:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
@@ -64,15 +76,31 @@ class Worker:
     def _answer(self, command: messages.Command) -> None:
         reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
         carries = self._rank is not None and isinstance(reply, messages.Allocated | messages.Moved)
-        descriptors = (self._rank.arena.fd,) if self._rank and carries else ()
+        descriptors = self._rank.arena.descriptors if self._rank and carries else ()
         self._channel.send(messages.encode(reply), descriptors)
 
     def _start(self, command: messages.Start) -> messages.Reply:
         if self._rank is not None:
             raise WrongState("the rank has been started already")
+        planned = plan(command)
+        self._importing.join()
+        import torch
+
+        from engine_service.device.rank import Rank
+
         torch.set_num_threads(command.config.threads)
-        self._rank = Rank(command, self._rendezvous_fd)
-        return self._rank.allocated()
+        self._rank = Rank(command, self._rendezvous_fd, planned)
+        return self._rank.allocated(self._imported_at)
+
+    def _import(self) -> None:
+        """Imports what a rank is made of, without looking for garbage among it."""
+        gc.disable()
+        try:
+            importlib.import_module("engine_service.device.rank")
+        finally:
+            gc.freeze()  # modules stay: no later collection need look at them either
+            gc.enable()
+            self._imported_at = time.monotonic()
 
     def _run(self, command: messages.Command) -> messages.Reply:
         if self._rank is None:
@@ -86,7 +114,7 @@ class Worker:
             case messages.RecordProbe():
                 return rank.record_probe()
             case messages.Capture():
-                rank.graphs.capture()
+                rank.capture()
             case messages.CutOff():
                 return messages.Moved(rank.arena.replace_backing())
             case messages.Commit():

@@ -160,9 +160,9 @@ def _ranks_to_proto(instance: Instance) -> list[engine_pb2.RankStatus]:
             digest=manifest.digest if shown else "",
             arena_address=arena.address,
             page_kind=arena.page_kind,
-            sealed=is_sealed(fd),
+            sealed=is_sealed(descriptors[0]),
         )
-        for worker, arena, manifest, fd in zip(
+        for worker, arena, manifest, descriptors in zip(
             ranks.workers, ranks.arenas, instance.manifests, ranks.descriptors, strict=False
         )
     ]

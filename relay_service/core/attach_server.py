@@ -31,6 +31,8 @@ from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, InvalidRequest, RelayError
 
 RETRY_SECONDS = 0.1
+Life = tuple[int, str, str]
+"""Process of the engine, name and generation of the instance."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +47,8 @@ class AttachServer:
         self._transfers = transfers
         self._map_arena = map_arena
         self._connections: set[asyncio.Task[None]] = set()
+        self._lives: dict[Life, tuple[AsyncChannel, asyncio.Task[None] | None]] = {}
+        """Where each attached life of an instance speaks, and who serves it."""
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -91,7 +95,11 @@ class AttachServer:
         holding: Holding | None = None
         try:
             _check_user(channel)
-            holding = await self._attach(channel)
+            attach = await _first_message(channel)
+            life = channel.peer_credentials()[0], attach.instance, attach.generation
+            await self._end_former(life)
+            holding = self._attach(channel, attach)
+            self._lives[life] = channel, asyncio.current_task()
             await channel.send(encode(Accepted()))
             while True:
                 await self._follow(channel, holding)
@@ -105,14 +113,25 @@ class AttachServer:
             if holding:
                 await self._transfers.end(holding)
                 self._holdings.detach(holding)
+                del self._lives[life]
             channel.close()
 
-    async def _attach(self, channel: AsyncChannel) -> Holding:
-        message = decode_to_relay(await channel.receive())
-        if not isinstance(message, Attach):
-            raise InvalidRequest("the first message must attach")
+    async def _end_former(self, life: Life) -> None:
+        """Ends the attachment that this very engine had before: it has given it up.
+
+        We may not have read so yet. Nothing writes for the former one any more when this
+        returns.
+        """
+        former, task = self._lives.get(life, (None, None))
+        if former and task:
+            former.close()
+            await asyncio.wait([task])
+
+    def _attach(self, channel: AsyncChannel, message: Attach) -> Holding:
         try:
-            descriptors = channel.take_descriptors(len(message.manifests))
+            descriptors = channel.take_descriptors(
+                len(message.manifests) * message.descriptors_per_rank
+            )
         except ChannelClosed as error:
             raise InvalidRequest(f"{len(message.manifests)} ranks: {error}") from error
         holding = Holding(message, descriptors, self._map_arena)
@@ -132,6 +151,13 @@ class AttachServer:
         holding.apply(message)
         _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
         await channel.send(encode(Accepted()))
+
+
+async def _first_message(channel: AsyncChannel) -> Attach:
+    message = decode_to_relay(await channel.receive())
+    if not isinstance(message, Attach):
+        raise InvalidRequest("the first message must attach")
+    return message
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """What an engine and the relay of its host say on the attachment socket. Plain Python.
 
-The engine sends `Attach` with one arena descriptor per rank, then an `Update`
+The engine sends `Attach` with the descriptors of each rank's arena, then an `Update`
 whenever its state or weights change. The relay answers each with `Accepted` or
 `Denied`. The end of the stream detaches.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
@@ -41,6 +43,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     manifests: tuple[Manifest, ...]
     artifacts: dict[str, bytes]
     probe: bytes = b""
+    descriptors_per_rank: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    """1 for an arena in host memory; 2 for one on a device, its header first."""
 
 
 class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):

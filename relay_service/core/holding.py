@@ -176,7 +176,8 @@ class Holding:
 
     def _check_attach(self) -> None:
         attach = self.attach
-        if len(self._descriptors) != len(attach.manifests) or not attach.manifests:
+        expected = len(attach.manifests) * attach.descriptors_per_rank
+        if len(self._descriptors) != expected or not attach.manifests:
             raise InvalidRequest(
                 f"{len(attach.manifests)} ranks, {len(self._descriptors)} descriptors"
             )
@@ -190,9 +191,11 @@ class Holding:
 
     def _map(self, *, writable: bool) -> list[Arena]:
         mapped: list[Arena] = []
+        each = self.attach.descriptors_per_rank
         try:
-            for fd, manifest in zip(self._descriptors, self.manifests, strict=True):
-                mapped.append(self._map_arena(fd, manifest.data_bytes, writable=writable))
+            for rank, manifest in enumerate(self.manifests):
+                descriptors = self._descriptors[rank * each : (rank + 1) * each]
+                mapped.append(self._map_arena(descriptors, manifest.data_bytes, writable=writable))
                 mapped[-1].check_header()
         except BaseException:
             for arena in mapped:

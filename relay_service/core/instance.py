@@ -61,6 +61,10 @@ class Weights(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
+Life = tuple[str, str, int]
+"""Name, generation and epoch: what a source is left for. With new weights it's another one."""
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """An instance as its relay announces it."""
 
@@ -76,6 +80,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     """Address of the relay that serves its blocks."""
     leases: int = 0
+
+    @property
+    def life(self) -> Life:
+        """What it is as a source."""
+        return self.instance, self.generation, self.weights.epoch
 
 
 def verified_digest(manifests: list[Manifest], claimed: str) -> bool:

@@ -13,6 +13,8 @@ from relay_service.core.logs import fields, transfer_id
 from relay_service.errors import LeaseEnded
 
 LEASE_SECONDS = 30.0
+LINGER_SECONDS = 5.0
+"""Rest of a lease whose reader broke off, unless it comes back."""
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +63,11 @@ class LeaseTable:
             raise LeaseEnded("the lease has ended", field="lease", hint="take a new one")
         found.expires_at = self._clock() + LEASE_SECONDS
         return found
+
+    def break_off(self, lease: str) -> None:
+        """Shortens a lease whose reader left in the middle of a read: it may have died."""
+        if found := self._leases.get(lease):
+            found.expires_at = min(found.expires_at, self._clock() + LINGER_SECONDS)
 
     def release(self, lease: str) -> None:
         """Ends a lease. Ending it twice is harmless."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from relay_service.core.format import Format, Placement
-from relay_service.core.instance import Instance
+from relay_service.core.instance import Instance, State
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -54,3 +54,12 @@ def difference(target: Target, source: Instance) -> str:
     if target.placement is not None:
         return source.placement.difference(target.placement)
     return ""
+
+
+def waiting_for(wanted: list[Match], source_instance: str) -> str:
+    """Says what a pull waits for, of those instances that it may take."""
+    if not wanted:
+        return f"waiting for {source_instance or 'a source'}"
+    states = ", ".join(f"{m.instance.instance} is {m.instance.state}" for m in wanted)
+    loading = any(m.instance.state is not State.FAILED for m in wanted)
+    return f"waiting for a source: {states}" if loading else f"no source: {states}"

@@ -24,7 +24,10 @@ class Arena(Protocol):
         """Number that is odd while a commit is applied and changes with each one."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Returns a view of the data, valid until `close`."""
+        """Returns at most a block of the data, as bytes of the host.
+
+        Valid until the same thread calls again, or until `close`.
+        """
 
     def land(self, offset: int, data: memoryview) -> bytes:
         """Copies a block in and returns the digest of what landed, in one pass."""
@@ -37,10 +40,10 @@ class Arena(Protocol):
 
 
 class MapArena(Protocol):
-    """Maps the arena behind a descriptor, which stays open and the caller's."""
+    """Maps the arena behind its descriptors, which stay open and the caller's."""
 
-    def __call__(self, fd: int, data_bytes: int, *, writable: bool) -> Arena:
-        """Maps. Raises `ManifestError` or `ResourceExhausted`."""
+    def __call__(self, descriptors: Sequence[int], data_bytes: int, *, writable: bool) -> Arena:
+        """Maps. Raises `ManifestError`, `Refused`, `ResourceExhausted` or `DeviceError`."""
 
 
 class SourceSession(Protocol):
@@ -78,6 +81,9 @@ class Transport(Protocol):
 
 class Fleet(Protocol):
     """Everyone who is known to hold weights."""
+
+    missing: str
+    """Who did not answer when everyone was asked last; empty when all did."""
 
     async def instances(self) -> list[Instance]:
         """Lists every known instance, this host's and the directory's."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from relay_service.core.instance import Instance, State
+from relay_service.core.instance import Instance, Life
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest, weights_digest
-from relay_service.core.match import Match, Target, match
+from relay_service.core.match import Match, Target, match, waiting_for
 from relay_service.core.ports import Fleet, SourceSession, Transport
 from relay_service.core.pull_report import PathStep, PullOptions, PullReport
 from relay_service.core.rate import TokenBucket
@@ -24,6 +24,7 @@ from relay_service.errors import (
     CorruptBlock,
     EpochChanged,
     FormatMismatch,
+    LeaseEnded,
     NoSource,
     PullTimeout,
     Refused,
@@ -53,7 +54,10 @@ class Puller:
         self._transports = _chosen(transports, options.transport)
         self._options = options
         self._limit = TokenBucket(options.rate_limit_bytes_per_second)
-        self._left: set[tuple[str, str, int]] = set()
+        self._left: set[Life] = set()
+        self._broke_off: set[Life] = set()
+        """Failed after they gave something: asked again when no other is there."""
+        self._verified_before = 0
         self._news_until = 0.0
         """When the fleet must have heard of an update that a source was left for."""
         self._began = time.monotonic()
@@ -83,19 +87,26 @@ class Puller:
         """Bytes that came so far, good or not."""
         return sum(receiver.bytes_moved for receiver in self.receivers)
 
+    @property
+    def bytes_verified(self) -> int:
+        """Bytes that are right in the arenas, those of earlier pulls included."""
+        return sum(receiver.bytes_verified for receiver in self.receivers)
+
     async def _next_source(self) -> Instance:
         """Waits for a source that fits and was not left. Raises when waiting is in vain."""
         while True:
             matches = match(self._target, await self._fleet.instances())
             wanted = [m for m in matches if self._is_wanted(m.instance)]
             self._refuse_several_models([m.instance for m in wanted if m.fits])
-            for candidate in wanted:
-                if candidate.fits and _life(candidate.instance) not in self._left:
-                    return candidate.instance
+            if candidates := [m.instance for m in wanted if self._may_ask(m)]:
+                return min(candidates, key=lambda one: one.life in self._broke_off)
             if time.monotonic() > self._news_until:
                 self._give_up_in_vain(wanted)
-            self.report.note = _explain(wanted, self._options.source_instance)
+            self.report.note = waiting_for(wanted, self._options.source_instance)
             await asyncio.sleep(SEARCH_SECONDS)
+
+    def _may_ask(self, match: Match) -> bool:
+        return match.fits and match.instance.life not in self._left
 
     def _is_wanted(self, instance: Instance) -> bool:
         return self._options.source_instance in ("", instance.instance, instance.model)
@@ -139,19 +150,25 @@ class Puller:
         """Reads what is missing from one source; returns whether the target is complete."""
         step = PathStep(source.instance, source.address, moved_before=self.bytes_moved)
         self.report.path.append(step)
-        before = sum(r.bytes_verified for r in self.receivers)
+        self._verified_before = self.bytes_verified
         try:
             await self._read_from(source, step)
             step.reason = "complete"
         except (RelayError, OSError) as error:
             step.reason = self.report.note = str(error)
-            self._last_error = error
-            self._left.add(_life(source))
-            if isinstance(error, EpochChanged):
-                self._news_until = time.monotonic() + EXPIRY_SECONDS
+            self._leave(source, error)
         finally:
-            step.bytes_verified = sum(r.bytes_verified for r in self.receivers) - before
+            step.bytes_verified = self.bytes_verified - self._verified_before
         return step.reason == "complete"
+
+    def _leave(self, source: Instance, error: Exception) -> None:
+        self._last_error = error
+        gave = self.bytes_verified > self._verified_before
+        # A cut connection or an ended lease can be had anew.
+        again = gave and isinstance(error, SourceFailed | LeaseEnded)
+        (self._broke_off if again else self._left).add(source.life)
+        if isinstance(error, EpochChanged):
+            self._news_until = time.monotonic() + EXPIRY_SECONDS
 
     async def _read_from(self, source: Instance, step: PathStep) -> None:
         transport = await self._choose(source)
@@ -184,6 +201,7 @@ class Puller:
         if weights_digest(manifests) != source.weights.digest:
             raise SourceFailed(f"{source.instance}: its manifest is not of {source.weights.digest}")
         reused = [r.expect(m) for r, m in zip(self.receivers, manifests, strict=True)]
+        self._verified_before = self.bytes_verified
         if len(self.report.path) == 1:
             self.report.blocks_reused = sum(reused)
 
@@ -219,7 +237,8 @@ class Puller:
         """Tells which sources were tried, over what, and why each was left."""
         steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
                  for s in self.report.path]  # fmt: skip
-        return "; ".join(steps) or self.report.note or "no source was found"
+        said = steps or [self.report.note or "no source was found"]
+        return "; ".join(filter(None, [*said, self._fleet.missing]))
 
 
 def _chosen(transports: list[Transport], name: str) -> list[Transport]:
@@ -230,16 +249,3 @@ def _chosen(transports: list[Transport], name: str) -> list[Transport]:
             field="transport", expected=", ".join(t.name for t in transports), found=name,
         )  # fmt: skip
     return chosen
-
-
-def _life(instance: Instance) -> tuple[str, str, int]:
-    """What a source is left for: with new weights it is worth another try."""
-    return instance.instance, instance.generation, instance.weights.epoch
-
-
-def _explain(wanted: list[Match], source_instance: str) -> str:
-    if not wanted:
-        return f"waiting for {source_instance or 'a source'}"
-    states = ", ".join(f"{m.instance.instance} is {m.instance.state}" for m in wanted)
-    loading = any(m.instance.state is not State.FAILED for m in wanted)
-    return f"waiting for a source: {states}" if loading else f"no source: {states}"

@@ -45,7 +45,7 @@ class Transfer:
             "instance": self.holding.name,
             "transfer": self.transfer,
             "bytes": self.puller.bytes_moved,
-            "bytes_verified": sum(r.bytes_verified for r in self.puller.receivers),
+            "bytes_verified": self.puller.bytes_verified,
             "seconds": round(time.monotonic() - self.began_at, 3),
             "transport": path[-1].transport if path else "",
             "path": self.puller.story(),
@@ -90,7 +90,8 @@ class Transfers:
     async def end(self, holding: Holding) -> None:
         """Ends the pull into a holding, if there is one, and waits for it."""
         for transfer in [t for t in self.running if t.holding is holding]:
-            transfer.task.cancel()
+            if not transfer.task.cancelling():  # a second time would cut its cleaning up short
+                transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
     async def _run(self, holding: Holding, puller: Puller) -> PullReport:
@@ -101,11 +102,11 @@ class Transfers:
 
     def _ended(self, transfer: Transfer) -> None:
         self.running.remove(transfer)
-        outcome = transfer.outcome
-        self._ended_tally.end(transfer.puller, outcome)
-        level = logging.INFO if outcome == "complete" else logging.WARNING
-        _log.log(level, "transfer ended: %s", outcome, extra=fields(**transfer.summary()))
         if transfer.task.cancelled() or transfer.task.exception():
             # Nothing writes any more; the engine may load from disk instead. Done here,
             # since a task that is cancelled before its first step runs none of its code.
             transfer.holding.return_mapping()
+        outcome = transfer.outcome
+        self._ended_tally.end(transfer.puller, outcome)
+        level = logging.INFO if outcome == "complete" else logging.WARNING
+        _log.log(level, "transfer ended: %s", outcome, extra=fields(**transfer.summary()))

@@ -13,18 +13,16 @@ import ctypes
 import fcntl
 import mmap
 import os
-import struct
 from pathlib import Path
 
 from relay_service.core.manifest import HEADER_BYTES, block_digest
 from relay_service.errors import ManifestError, ResourceExhausted
+from relay_service.memory.header import Header
 
 # linux/fcntl.h; the fcntl module of Python 3.11 does not name them.
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x2, 0x4, 0x10
 
-_MAGIC = b"SEEDREL1"
-_SEQUENCE_OFFSET = 32
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_HUGEPAGE = 14
 
@@ -152,25 +150,27 @@ class HostArena:
         ctypes.memmove(self.address + offset, address_of(data), len(data))
         return block_digest(landed)
 
+    @property
+    def header(self) -> Header:
+        """The header page."""
+        return Header(self.base)
+
     def write_header(self, generation: str) -> None:
         """Marks the memory as an arena of this generation, with an even sequence."""
-        header = struct.pack("<8s24sQQ", _MAGIC, generation.encode()[:24], 0, self.data_bytes)
-        ctypes.memmove(self.base, header, len(header))
+        self.header.write(generation, self.data_bytes)
 
     def check_header(self) -> None:
         """Raises `ManifestError` when the memory isn't an arena of this size."""
-        magic, _, _, size = struct.unpack("<8s24sQQ", ctypes.string_at(self.base, 48))
-        if magic != _MAGIC or size != self.data_bytes:
-            raise ManifestError(f"not an arena of {self.data_bytes} bytes")
+        self.header.check(self.data_bytes)
 
     @property
     def sequence(self) -> int:
         """Number that is odd while a commit is applied and changes with each one."""
-        return int(ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value)
+        return self.header.sequence
 
     @sequence.setter
     def sequence(self, value: int) -> None:
-        ctypes.c_uint64.from_address(self.base + _SEQUENCE_OFFSET).value = value
+        self.header.sequence = value
 
     def page_kind(self) -> str:
         """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""

@@ -148,7 +148,7 @@ def progress_to_proto(transfer: Transfer) -> weights_pb2.PullProgress:
         phase=report.phase,
         source_instance=step.source_instance,
         transport=step.transport,
-        bytes_verified=sum(r.bytes_verified for r in puller.receivers),
+        bytes_verified=puller.bytes_verified,
         bytes_total=sum(r.total_bytes for r in puller.receivers),
         note=report.note,
         transfer=transfer.transfer,

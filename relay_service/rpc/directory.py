@@ -14,6 +14,8 @@ from relay_service.core.match import Target
 from relay_service.core.registry import RENEW_SECONDS, Registry
 from relay_service.errors import RelayError
 
+DIRECTORY_SECONDS = 2.0
+"""Longest wait for the directory: less than what anybody waits who asks this relay."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +39,8 @@ class DirectoryFleet:
         self._registry = registry
         self._own = own
         self._client = RelayClient(directory, credentials) if directory else None
+        self.missing = ""
+        """Who did not answer when everyone was asked last; empty when all did."""
 
     async def instances(self) -> list[Instance]:
         """Lists every known life of an instance once, as this relay knows it or else its directory.
@@ -69,7 +73,7 @@ class DirectoryFleet:
         if not self._client:
             return
         try:
-            await self._client.announce(self.address, self.generation, instances)
+            await self._client.announce(self.address, self.generation, instances, DIRECTORY_SECONDS)
         except ClientError as error:
             if self.directory_reachable is not False:
                 _log.warning("directory %s: %s", self.directory, error)
@@ -82,9 +86,17 @@ class DirectoryFleet:
     async def _ask_directory(self) -> list[Instance]:
         if not self._client:
             return []
-        try:
-            found = await self._client.sources(Target(), without_directory=True)
-        except (ClientError, RelayError) as error:
-            _log.warning("directory %s: %s", self.directory, error)
+        if self.directory_reachable is False:  # whoever announces finds out when it is back
+            self.missing = f"directory {self.directory} does not answer"
             return []
+        try:
+            found = await self._client.sources(
+                Target(), without_directory=True, timeout=DIRECTORY_SECONDS
+            )
+        except (ClientError, RelayError) as error:
+            if not self.missing:
+                _log.warning("directory %s: %s", self.directory, error)
+            self.missing = f"directory {self.directory} does not answer"
+            return []
+        self.missing = ""
         return [match.instance for match in found]

@@ -30,6 +30,7 @@ TABLE: dict[type[errors.RelayError], grpc.StatusCode] = {
     errors.NoSource: _Code.UNAVAILABLE,
     errors.CorruptBlock: _Code.DATA_LOSS,
     errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,
+    errors.DeviceError: _Code.INTERNAL,
     errors.PullTimeout: _Code.DEADLINE_EXCEEDED,
     errors.PullEnded: _Code.CANCELLED,
 }

@@ -6,7 +6,6 @@ serialiser of the data message: it would copy each block twice more.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
@@ -18,6 +17,7 @@ from clients.relay import RelayClient
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
+from relay_service.core.patience import Patience
 from relay_service.core.ports import Land
 from relay_service.core.rate import TokenBucket
 from relay_service.errors import EpochChanged, LeaseEnded, RelayError, SourceFailed
@@ -29,6 +29,8 @@ _SERVICE = "seedrelay.v1.BlockService"
 _METHOD = "ReadBlocks"
 STALL_SECONDS = 10.0
 PROBE_SECONDS = 3.0
+RELEASE_SECONDS = 1.0
+"""Giving a lease back is a courtesy: it ends by itself, and a pull must end in time."""
 
 
 class GrpcTransport:
@@ -53,9 +55,11 @@ class GrpcTransport:
         relay = RelayClient(source.address, self._credentials)
         try:
             lease, probe = await relay.acquire_lease(source, holder)
-        except ClientError as error:
+        except BaseException as error:
             await relay.close()
-            raise SourceFailed(str(error), **error.details) from error
+            if isinstance(error, ClientError):
+                raise SourceFailed(str(error), **error.details) from error
+            raise
         return GrpcSession(relay, source, lease, probe)
 
 
@@ -87,23 +91,23 @@ class GrpcSession:
             request_serializer=relay_pb2.ReadBlocksRequest.SerializeToString,
             response_deserializer=None,
         )
-        call = method(request)
+        call, failure = method(request), None
         try:
-            for index in blocks:
-                await self._land_next(call, index, land, limit)
-        except grpc.aio.AioRpcError as error:
-            raise _translated(error, self._source) from error
+            async with Patience(STALL_SECONDS) as patience:
+                for index in blocks:
+                    await limit.take(self._land(index, await patience.wait(call.read()), land))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failure = _translated(error, self._source)
         finally:
             call.cancel()
+            del call
+        if failure:
+            # What it went through would keep the call, and the call the connection, until
+            # the garbage collector comes by; a relay that idles may never see it.
+            failure.__context__ = failure.__cause__ = None
+            raise failure.with_traceback(None)
 
-    async def _land_next(
-        self, call: grpc.aio.UnaryStreamCall, index: int, land: Land, limit: TokenBucket
-    ) -> None:
-        try:
-            async with asyncio.timeout(STALL_SECONDS):
-                message = await call.read()
-        except TimeoutError:
-            raise SourceFailed(f"no block for {STALL_SECONDS:g} s") from None
+    def _land(self, index: int, message: bytes, land: Land) -> int:
         if message is grpc.aio.EOF:
             raise SourceFailed("the stream ended early")
         block, epoch, data = decode_block(message)
@@ -112,13 +116,15 @@ class GrpcSession:
         if epoch != self._source.weights.epoch:
             raise EpochChanged(f"{self._source.instance} is at epoch {epoch} by now")
         land(block, data)
-        await limit.take(len(data))
+        return len(data)
 
     async def close(self) -> None:
         """Gives the lease back; a dead source is no error."""
-        with contextlib.suppress(ClientError):
-            await self._relay.release_lease(self._lease)
-        await self._relay.close()
+        try:
+            with contextlib.suppress(ClientError):
+                await self._relay.release_lease(self._lease, RELEASE_SECONDS)
+        finally:
+            await self._relay.close()
 
 
 class BlockServicer:
@@ -140,15 +146,20 @@ class BlockServicer:
     async def _read_blocks(
         self, request: relay_pb2.ReadBlocksRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
+        broke_off = True
         try:
             for index in request.blocks:
                 message = self._read(request.lease, request.rank, index)
                 await self._egress.take(len(message))
                 yield message
+            broke_off = False
         except IndexError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"there is no block {error}")
         except RelayError as error:
             await abort_with(context, error)
+        finally:
+            if broke_off:
+                self._holdings.leases.break_off(request.lease)
 
     def _read(self, lease: str, rank: int, index: int) -> bytes:
         held, holding = self._holdings.leased(lease)
@@ -159,7 +170,11 @@ class BlockServicer:
         return message
 
 
-def _translated(error: grpc.aio.AioRpcError, source: Instance) -> RelayError:
+def _translated(error: BaseException, source: Instance) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return SourceFailed(f"no block for {STALL_SECONDS:g} s")
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return error
     failed = ClientError.of(error, source.address)
     kinds = {"EpochChanged": EpochChanged, "LeaseEnded": LeaseEnded}
     return kinds.get(failed.reason, SourceFailed)(str(failed))

@@ -33,7 +33,7 @@ from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
 from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, WrongState
-from relay_service.memory.host import HostArena
+from relay_service.memory.mapping import map_arena
 from relay_service.transports.shm import ShmTransport
 
 LAYOUT = seam_layout()
@@ -45,11 +45,13 @@ SLOW = PullOptions(rate_limit_bytes_per_second=1)
 class Relay:
     """A relay without gRPC: the socket, the holdings and the pulls between them."""
 
+    missing = ""
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / "relay" / "attach.sock"
         self.holdings = Holdings()
         self.transfers = Transfers(self, [ShmTransport(self.holdings, TokenBucket())])
-        self.server = AttachServer(self.path, self.holdings, self.transfers, HostArena)
+        self.server = AttachServer(self.path, self.holdings, self.transfers, map_arena)
         self._engines: list[FakeEngine] = []
 
     async def instances(self):
@@ -275,6 +277,24 @@ async def test_an_engine_that_dies_ends_its_pull(relay):
     assert holding.return_mapping() == 0
 
 
+async def test_an_engine_that_attaches_anew(relay):
+    """An engine's new attachment takes the place of its former one, whose pull has ended by then.
+
+    So it is when a relay was stopped, and reads that the engine has hung up only later.
+    """
+    await relay.seed()
+    target = await relay.dummy()
+    former, channel = relay.holdings.get("target"), target.channel
+    transfer = relay.transfers.start(former, SLOW)
+    await eventually(lambda: former.receivers[0].blocks_verified > 0)
+    assert isinstance(await target.attach(relay.path), Accepted)
+    assert transfer.task.cancelled()
+    assert former.return_mapping() == 0
+    assert relay.attached() == ["seed", "target"]
+    assert relay.holdings.get("target") is not former
+    channel.close()
+
+
 async def test_a_seed_that_dies_is_read_to_the_end(relay):
     """A pull goes on from a dead seed's memory, which goes away when the pull is over."""
     seed, target = await relay.seed(), await relay.dummy()
@@ -326,7 +346,7 @@ async def test_a_stale_socket_is_replaced(relay):
     left_behind = relay.path.with_name("stale.sock")
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(left_behind))
-    again = AttachServer(left_behind, relay.holdings, relay.transfers, HostArena)
+    again = AttachServer(left_behind, relay.holdings, relay.transfers, map_arena)
     await again.start()
     engine = relay.engine("seed", DATA)
     assert isinstance(await engine.attach(left_behind), Accepted)
@@ -368,7 +388,7 @@ async def test_a_folder_that_is_not_ours_alone(tmp_path, monkeypatch, found):
         folder.mkdir()
         folder.chmod(0o750)
     holdings = Holdings()
-    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), HostArena)
+    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), map_arena)
     with pytest.raises(ConfigError, match=str(folder)):
         await server.start()
     assert list(elsewhere.iterdir()) == []

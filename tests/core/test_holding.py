@@ -34,7 +34,7 @@ from relay_service.errors import (
     ResourceExhausted,
     WrongState,
 )
-from relay_service.memory.host import HostArena
+from relay_service.memory.mapping import map_arena
 
 LAYOUT = seam_layout()
 DATA = random_bytes(LAYOUT)
@@ -57,7 +57,7 @@ class Host:
     def hold(self, name: str, memory: Memory, **changes) -> Holding:
         """Attaches an instance."""
         descriptors = [os.dup(fd) for fd in memory.descriptors]
-        holding = Holding(attach_message(name, memory, **changes), descriptors, HostArena)
+        holding = Holding(attach_message(name, memory, **changes), descriptors, map_arena)
         self.holdings.add(holding)
         return holding
 
@@ -125,7 +125,7 @@ def test_an_attachment_that_contradicts_itself(host, changes, error, words):
     memory = host.memory(DATA)
     descriptors = [os.dup(fd) for fd in memory.descriptors]
     with pytest.raises(error, match=words):
-        Holding(attach_message("seed", memory, **changes), descriptors, HostArena)
+        Holding(attach_message("seed", memory, **changes), descriptors, map_arena)
     assert descriptors == []
 
 
@@ -135,7 +135,7 @@ def test_memory_smaller_than_its_manifest(host):
     claimed = host.memory(DATA)
     message = attach_message("seed", claimed)
     with pytest.raises(ManifestError, match="manifest needs"):
-        Holding(message, [os.dup(fd) for fd in small.descriptors], HostArena)
+        Holding(message, [os.dup(fd) for fd in small.descriptors], map_arena)
 
 
 def test_a_name_is_held_once(host):
@@ -145,7 +145,7 @@ def test_a_name_is_held_once(host):
     second = Holding(
         attach_message("seed", memory, generation="other"),
         [os.dup(fd) for fd in memory.descriptors],
-        HostArena,
+        map_arena,
     )
     with pytest.raises(Conflict, match="named seed is attached already"):
         host.holdings.add(second)

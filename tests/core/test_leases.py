@@ -3,7 +3,7 @@
 import pytest
 from fakes import FakeClock
 
-from relay_service.core.leases import LEASE_SECONDS, LeaseTable
+from relay_service.core.leases import LEASE_SECONDS, LINGER_SECONDS, LeaseTable
 from relay_service.errors import LeaseEnded
 
 
@@ -44,6 +44,23 @@ def test_an_expired_lease_does_not_come_back(clock, leases):
     clock.now += LEASE_SECONDS
     with pytest.raises(LeaseEnded):
         leases.use(lease.lease)
+
+
+def test_a_reader_that_broke_off(clock, leases):
+    """A lease whose reader broke off ends soon, unless the reader is there again."""
+    gone = leases.acquire("seed", "life", 1, "target")
+    back = leases.acquire("seed", "life", 1, "other")
+    for lease in (gone, back):
+        leases.break_off(lease.lease)
+    leases.break_off("never was")
+    clock.now += LINGER_SECONDS - 1
+    leases.use(back.lease)
+    clock.now += 2
+    assert leases.count() == 1
+    leases.break_off(back.lease)
+    leases.break_off(back.lease)
+    clock.now += LINGER_SECONDS
+    assert leases.count() == 0
 
 
 def test_release_twice_is_harmless(leases):

@@ -31,6 +31,7 @@ from relay_service.errors import (
     CorruptBlock,
     EpochChanged,
     FormatMismatch,
+    LeaseEnded,
     ManifestError,
     NoSource,
     PullTimeout,
@@ -113,6 +114,63 @@ async def test_failing_over_keeps_verified_blocks():
     assert (first.leases, second.leases) == (0, 0)
     steps = filling.puller.report.path
     assert steps[0].bytes_verified + steps[1].bytes_verified == sum(m.weight_bytes for m in LAYOUTS)
+
+
+@pytest.mark.parametrize("error", [SourceFailed("cut off"), LeaseEnded("the lease has ended")])
+async def test_a_source_that_breaks_off(error):
+    """A source that gave something is asked again for the rest when there is no other one."""
+    seed = source("seed")
+    seed.fails_after, seed.error = 3, error
+    filling = Pull(seed)
+    transport = filling.puller._transports[0]
+
+    async def open_again(found, holder):
+        session = await FakeTransport.open(transport, found, holder)
+        if seed.reads:
+            seed.fails_after = None
+        return session
+
+    transport.open = open_again
+    await filling.run()
+    filling.assert_filled()
+    assert filling.path == [("seed", str(error)), ("seed", "complete")]
+    assert len(seed.reads) == BLOCKS
+    assert seed.leases == 0
+
+
+async def test_another_source_comes_before_one_that_broke_off():
+    """One that was not asked yet is preferred; all of them are asked before a pull gives up."""
+    first, second = source("a"), source("b")
+    for failing, after in ((first, 2), (second, 3)):
+        failing.fails_after, failing.error = after, SourceFailed("cut off")
+    filling = Pull(first, second)
+    with pytest.raises(NoSource):
+        await filling.run()
+    assert [name for name, _ in filling.path] == ["a", "b", "a", "b"]
+    assert len(first.reads) + len(second.reads) == 5
+
+
+async def test_a_fleet_that_is_not_heard():
+    """Whoever did not answer when sources were looked for is part of the story."""
+    filling = Pull(known=[], timeout_seconds=0.05)
+    filling.fleet.missing = "directory x:1 does not answer"
+    with pytest.raises(PullTimeout, match="waiting for a source; directory x:1 does not answer"):
+        await filling.run()
+
+
+async def test_what_was_there_is_not_the_sources_gift():
+    """A step of the path counts what its source delivered, not what was verified before."""
+    seed = source("seed")
+    filling = Pull(seed)
+    first, second = filling.puller.receivers
+    for index in range(2):
+        first.expect(seed.manifests[0])
+        block = LAYOUTS[0].block(index)
+        first.land(index, memoryview(DATA[0])[block.offset : block.offset + block.nbytes])
+    before = first.bytes_moved
+    report = await filling.run()
+    assert report.blocks_reused == 2
+    assert report.path[0].bytes_verified == first.bytes_moved + second.bytes_moved - before
 
 
 @pytest.mark.parametrize("error", [SourceFailed("gone"), NoSource("gone"), OSError("gone")])

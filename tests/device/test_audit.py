@@ -61,6 +61,30 @@ def test_a_tensor_that_nothing_holds_is_refused(tied, monkeypatch):
         audit(rank.model, rank.arena, rank.cache)
 
 
+def test_a_number_that_was_read_from_elsewhere_is_refused(tied, monkeypatch):
+    """What a layer reads as a plain number would be as stale as a tensor."""
+    rank, forward = serving_rank(tied), Layer.forward
+    for layer in rank.model.layers:
+        layer.scale = layer.input_norm.mean()
+
+    def scaled(self, hidden, *rest):
+        return forward(self, hidden * float(self.scale), *rest)
+
+    monkeypatch.setattr(Layer, "forward", scaled)
+    with pytest.raises(ArenaError, match=r"layers\.0\.scale"):
+        audit(rank.model, rank.arena, rank.cache)
+
+
+def test_only_the_last_layer_differs(tied):
+    """Every layer is looked at, not the first one for all."""
+    rank = serving_rank(tied)
+    last = rank.model.layers[-1]
+    stray = torch.ones(64)
+    last.forward = lambda hidden, *rest: type(last).forward(last, hidden * stray, *rest)
+    with pytest.raises(ArenaError, match="unnamed"):
+        audit(rank.model, rank.arena, rank.cache)
+
+
 def test_the_model_itself_passes(tied, untied):
     """With zeros and with real weights, tied or not."""
     for folder in (tied, untied):

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from engine_service.device.arena import Arena
-from engine_service.device.dtypes import TORCH_DTYPES
+from engine_service.device.memfd_arena import MemfdArena
+from engine_service.device.torch_dtypes import TORCH_DTYPES
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES
@@ -26,8 +26,8 @@ for line in sys.stdin:
 """
 
 
-def _arena(*specs: TensorSpec) -> Arena:
-    return Arena(lay_out(0, [UnitSpec("unit", specs)]), "tests")
+def _arena(*specs: TensorSpec) -> MemfdArena:
+    return MemfdArena(lay_out(0, [UnitSpec("unit", specs)]), "tests")
 
 
 @pytest.fixture
@@ -36,9 +36,19 @@ def writer():
     started = []
 
     def start(arena):
-        arguments = [sys.executable, "-c", WRITER, str(arena.fd), str(arena.manifest.data_bytes)]
+        arguments = [
+            sys.executable,
+            "-c",
+            WRITER,
+            str(arena.descriptors[0]),
+            str(arena.manifest.data_bytes),
+        ]
         process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[arena.fd]
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[arena.descriptors[0]],
         )
         started.append(process)
         assert process.stdout.readline() == "mapped\n"
@@ -62,7 +72,7 @@ def test_every_type_and_shape_arrives_bit_exact(dtype, shape):
     arena = _arena(TensorSpec("before", DType.U8, (3,)), TensorSpec("x", dtype, shape))
     entry = arena.manifest.units[0].tensors[1]
     raw = bytes((i * 37 + 1) % (2 if dtype is DType.BOOL else 256) for i in range(entry.nbytes))
-    other = HostArena(os.dup(arena.fd), arena.manifest.data_bytes, writable=True)
+    other = HostArena(os.dup(arena.descriptors[0]), arena.manifest.data_bytes, writable=True)
     if raw:
         other.land(entry.offset, raw)
     found = arena.tensors["x"]
@@ -103,8 +113,8 @@ def test_a_sealed_arena_refuses_new_writers():
     arena.seal()
     assert arena.sealed
     with pytest.raises(OSError, match="not permitted"):
-        os.pwrite(arena.fd, b"x", 5000)
-    reopened = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+        os.pwrite(arena.descriptors[0], b"x", 5000)
+    reopened = os.open(f"/proc/self/fd/{arena.descriptors[0]}", os.O_RDWR)
     with pytest.raises(Exception, match="cannot map"):
         HostArena(reopened, arena.manifest.data_bytes, writable=True)
     os.close(reopened)
@@ -126,7 +136,7 @@ def test_replacing_the_backing_cuts_off_a_stale_mapping(writer):
     arena = _arena(TensorSpec("x", DType.U8, (3 * BLOCK_BYTES + 5,)))
     write = writer(arena)
     write(7)
-    tensor, address, old = arena.tensors["x"], arena.address, os.fstat(arena.fd).st_ino
+    tensor, address, old = arena.tensors["x"], arena.address, os.fstat(arena.descriptors[0]).st_ino
     digests = arena.digested()
     assert arena.replace_backing() == digests
     arena.seal()
@@ -134,9 +144,9 @@ def test_replacing_the_backing_cuts_off_a_stale_mapping(writer):
     assert (tensor == 7).all()
     assert arena.digested() == digests
     assert (arena.address, tensor.data_ptr()) == (address, address)
-    assert os.fstat(arena.fd).st_ino != old
+    assert os.fstat(arena.descriptors[0]).st_ino != old
     tensor.fill_(1)
-    fresh = HostArena(os.dup(arena.fd), arena.manifest.data_bytes, writable=False)
+    fresh = HostArena(os.dup(arena.descriptors[0]), arena.manifest.data_bytes, writable=False)
     fresh.check_header()
     assert fresh.view(0, 1)[0] == 1
     fresh.close()

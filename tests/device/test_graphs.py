@@ -1,5 +1,9 @@
 """Captured graphs follow the arena, and nothing else."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
@@ -113,6 +117,35 @@ def test_a_graph_that_would_hold_a_tensor_is_refused(tied, monkeypatch):
     with pytest.raises(CaptureError, match=r"layers\.0\.merged\['norm'\]"):
         rank.graphs.capture()
     assert not rank.graphs.captured
+
+
+def test_a_branch_on_a_size_is_refused(tied, monkeypatch):
+    """A layer that does something else for a larger batch has no one graph."""
+    rank, forward = serving_rank(tied), Layer.forward
+
+    def branching(self, hidden, *rest):
+        return forward(self, hidden * 2 if hidden.shape[0] > 1 else hidden, *rest)
+
+    monkeypatch.setattr(Layer, "forward", branching)
+    with pytest.raises(CaptureError, match="layer cannot be captured"):
+        rank.graphs.capture()
+    assert not rank.graphs.captured
+
+
+def test_capturing_needs_no_compiler(tied):
+    """A rank that captures and serves imports no compiler: that alone would take seconds."""
+    script = (
+        "import sys; from tiny_llama import Sequence, run, serving_rank; from pathlib import Path;"
+        "rank = serving_rank(Path(sys.argv[1]), capture=True);"
+        "run(rank.runner.step, [Sequence([3])], 2);"
+        "print({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tied)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "set()"
 
 
 def test_layers_that_differ_are_refused(tied):

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llama import serving_rank, write_checkpoint
 
-from engine_service.device.arena import Arena
 from engine_service.device.config import ModelConfig
 from engine_service.device.dtypes import served_dtype
 from engine_service.device.loading import load
+from engine_service.device.memfd_arena import MemfdArena
 from engine_service.device.models.llama_format import (
     checkpoint_slices,
     computed_tensors,
@@ -23,7 +23,9 @@ SHAPE = {"vocab_size": 204, "num_attention_heads": 12, "head_dim": 16, "intermed
 
 
 def _rank_arena(folder, config, shard, served="float32"):
-    arena = Arena(lay_out(shard.rank, unit_specs(config, served_dtype(served), shard)), "tests")
+    arena = MemfdArena(
+        lay_out(shard.rank, unit_specs(config, served_dtype(served), shard)), "tests"
+    )
     slices = checkpoint_slices(config, shard)
     manifest, bytes_read = load(arena, folder, slices, computed_tensors(config))
     assert manifest == arena.digested()

@@ -71,7 +71,7 @@ def serving_rank(folder: Path, dtype: str = "float32", *, capture: bool = False)
     rank = Rank(start_message(folder, dtype))
     rank.load(folder, lambda _done, _total: None)
     if capture:
-        rank.graphs.capture()
+        rank.capture()
     return rank
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failures import Cast
 from stage import Fleet, Stage, reach
 
 from engine_service.checkpoint import random_llama
@@ -54,3 +55,19 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
 def model(make_model: Callable[..., Path]) -> Path:
     """The tiny model of most tests: tied, float32, a few MiB."""
     return make_model("tiny", hidden_size=128, layers=4, vocab_size=4096)
+
+
+@pytest.fixture(scope="session")
+def cast(
+    make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cast]:
+    """A fleet for the tests of failures: each puts back what it broke."""
+    model = make_model("cast", hidden_size=256, size_bytes=16 << 20, max_positions=256)
+    stage = Stage(tmp_path_factory.mktemp("cast"))
+    try:
+        cast = Cast(stage, model)
+        asyncio.run(cast.ready())
+        yield cast
+        asyncio.run(cast.unleased())
+    finally:
+        stage.close()

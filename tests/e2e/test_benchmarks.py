@@ -4,18 +4,49 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def test_relay_transports_runs() -> None:
-    """The transports' benchmark moves its bytes by every method and writes its figures."""
+def _run(name: str) -> dict[str, Any]:
+    """Runs a benchmark as a smoke test and returns what it wrote."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.relay_transports", "--quick"],
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = json.loads(Path(done.stdout.split("written: ")[1].strip()).read_text())
     assert {"machine", "settings", "rows", "figures"} <= written.keys()
+    return written
+
+
+def test_relay_transports_runs() -> None:
+    """The transports' benchmark moves its bytes by every method and writes its figures."""
+    written = _run("relay_transports")
     assert {"shm_over_memcpy", "grpc_over_bare_grpc", "seed_cpu_seconds_per_gib_shm"} <= written[
         "figures"
     ].keys()
     assert {row["method"] for row in written["rows"]} >= {"memcpy", "shm", "grpc", "gloo"}
+
+
+def test_time_to_ready_runs() -> None:
+    """Every way to become ready ends in the seed's tokens, and only a cold disk is read."""
+    written = _run("time_to_ready")
+    assert {
+        "weights_phase_disk_cold_over_relay", "weights_phase_disk_warm_over_relay",
+        "ready_disk_cold_over_relay", "relay_extra_bytes",
+    } <= written["figures"].keys()  # fmt: skip
+    rows = {row["path"]: row for row in written["rows"]}
+    assert rows.keys() == {"disk_cold", "disk_warm", "relay", "relay_grpc"}
+    assert rows["disk_cold"]["device_mib"] > rows["relay"]["device_mib"]
+    assert rows["relay"]["transport"] == "shm"
+    assert rows["relay_grpc"]["transport"] == "grpc"
+
+
+def test_seed_impact_runs() -> None:
+    """The seed streams under every load, and every load moves bytes."""
+    written = _run("seed_impact")
+    assert {"p99_capped_over_idle", "p99_uncapped_over_idle_shm"} <= written["figures"].keys()
+    rates = {row["method"]: row["relay_mib_per_second"] for row in written["rows"]}
+    assert rates.pop("idle") == 0
+    assert len(rates) == 4
+    assert all(rates.values())

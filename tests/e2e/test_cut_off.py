@@ -59,7 +59,7 @@ class SilentRelay:
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Lands every byte of the seed."""
         size = self.seed.manifests[0].data_bytes
-        source = HostArena(self.seed.ranks.descriptors[0], size, writable=False)
+        source = HostArena(self.seed.ranks.descriptors[0][0], size, writable=False)
         ctypes.memmove(self.mapping.address, source.address, size)
         source.close()
         if self.writes_while_cut_off:
@@ -132,6 +132,22 @@ async def test_a_write_before_the_cut_is_found(seed: Instance, model: Path) -> N
     relay = SilentRelay(seed, writes_while_cut_off=True)
     target = await _start(model, "dummy", relay)
     with pytest.raises(ArenaError, match="changed while the relay was cut off"):
+        await Filler(target).fill("silent", PullOptions(), lambda _: None)
+    assert target.lifecycle.state is State.FAILED
+    await target.close()
+
+
+async def test_memory_that_cannot_be_cut_off_never_serves(
+    seed: Instance, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device no mapping can be taken away: the instance fails instead of serving."""
+    target = await _start(model, "dummy", SilentRelay(seed))
+
+    async def refuses() -> list[Manifest]:
+        raise ArenaError("memory on a device cannot be taken away")
+
+    monkeypatch.setattr(target.ranks, "cut_off", refuses)
+    with pytest.raises(ArenaError, match="cannot be taken away"):
         await Filler(target).fill("silent", PullOptions(), lambda _: None)
     assert target.lifecycle.state is State.FAILED
     await target.close()

@@ -211,3 +211,19 @@ def _rename_tensor(weights: Path, old: bytes, new: bytes) -> None:
     header = data[8 : 8 + size].replace(old, new)
     assert json.loads(header)
     weights.write_bytes(data[:8] + header + data[8 + size :])
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there may be a CUDA device")
+def test_cuda_without_a_device_is_refused_at_once(model: Path) -> None:
+    """An engine that is asked for CUDA on a host without it exits and says what to do."""
+    done = seedrelay("engine", "--model", str(model), "--listen", "127.0.0.1:0", "--device", "cuda")
+    assert (done.status, done.out) == (1, "")
+    assert "no CUDA driver" in done.err
+    assert "--device cpu" in done.err
+
+
+def test_a_device_of_another_name_is_wrong_usage(model: Path) -> None:
+    """A device that nobody knows is refused before anything starts."""
+    done = seedrelay("engine", "--model", str(model), "--listen", "127.0.0.1:0", "--device", "tpu")
+    assert done.status == 2
+    assert "device 'tpu' is unknown" in done.err

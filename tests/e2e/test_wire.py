@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 
+from proxy import Change, Proxy
 from stage import DUMMY, Stage, answer, reach, refusal, request, seedrelay, status_of
 
 from clients.launch import Service
@@ -24,7 +23,7 @@ class Flipper:
         self.flipped = 0
         self.since = 0
 
-    def connection(self) -> Callable[[bytearray], None]:
+    def connection(self) -> Change:
         """Returns what to call with the bytes of one connection, in their order."""
         header = bytearray()
         frame = 0
@@ -57,57 +56,13 @@ class Flipper:
             self.since, self.left, self.flipped = 0, self.left - 1, self.flipped + 1
 
 
-class Proxy:
-    """Forwards TCP both ways; what flows to the client passes the flipper."""
-
-    def __init__(self, upstream: str, flipper: Flipper) -> None:
-        self._host, _, port = upstream.rpartition(":")
-        self._port = int(port)
-        self._flipper = flipper
-
-    async def start(self) -> str:
-        """Listens and returns the address."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
-            await asyncio.gather(
-                _pump(reader, up_writer, _as_it_is),
-                _pump(up_reader, writer, self._flipper.connection()),
-            )
-
-
-def _as_it_is(_: bytearray) -> None:
-    """Changes nothing."""
-
-
-async def _pump(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    change: Callable[[bytearray], None],
-) -> None:
-    try:
-        while data := bytearray(await reader.read(1 << 16)):
-            change(data)
-            writer.write(data)
-            await writer.drain()
-    finally:
-        writer.close()
-
-
 async def _two_hosts(stage: Stage, model: Path, flipper: Flipper) -> tuple[Proxy, Service, Service]:
     """Starts a seed whose relay is announced at a proxy, and a target at another relay."""
     directory = stage.relay()
     probe = stage.relay()  # takes a port that the seed's relay gets once it is free
     address = probe.address
     probe.stop()
-    proxy = Proxy(address, flipper)
+    proxy = Proxy(address, flipper.connection)
     advertised = await proxy.start()
     seed_relay = stage.relay("--join", directory.address, "--advertise", advertised, listen=address)
     target_relay = stage.relay("--join", directory.address)

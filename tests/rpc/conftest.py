@@ -1,4 +1,4 @@
-"""Gives every test of this folder a fleet of relays and an engine."""
+"""Gives every test of this folder a fleet of relays, and an engine."""
 
 import pytest
 from engines import Service

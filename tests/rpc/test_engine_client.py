@@ -125,7 +125,7 @@ async def test_abort(service):
         for name, n in (("one", 2), ("other", 1))
     ]
     await eventually(lambda: len(service.scheduler.running) + len(service.scheduler.waiting) == 3)
-    assert await service.client.abort("one", "nobody") == 2
+    assert await service.client.abort(["one", "nobody"]) == 2
     assert await reading[0] == engine_pb2.FINISH_REASON_ABORT
     service.ranks.gate.set()
     assert await reading[1] == engine_pb2.FINISH_REASON_LENGTH

@@ -139,7 +139,7 @@ async def test_logprobs(stub, stream):
     prompt = carriers[0].input_logprobs
     assert list(prompt.token_ids) == [7, 8, 9]
     assert [p.value if p.HasField("value") else None for p in prompt.token_logprobs] == [
-        None, -0.5, -0.5,
+        None, -1.0, -1.0,
     ]  # fmt: skip
     assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [8], [9]]
     assert not any(one.HasField("input_logprobs") for one in messages[1:])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ssl
 import urllib.error
 import urllib.request
@@ -140,9 +141,10 @@ async def test_an_engine():
     instance.engine.weights = Weights("v7", "ab" * 16, 3)
     stepping = asyncio.create_task(instance.engine.run())
     request = GenerationRequest(prompt=(1, 2), sampling=Sampling(), max_tokens=5)
-    async for _ in answer(instance.engine, request, lambda: Detokenizer(str)):
+    detokenizer = functools.partial(Detokenizer, lambda ids: " ".join(map(str, ids)))
+    async for _ in answer(instance.engine, request, detokenizer):
         pass
-    leaving = answer(instance.engine, request, lambda: Detokenizer(str))
+    leaving = answer(instance.engine, request, detokenizer)
     await anext(leaving)
     await leaving.aclose()
     found = await scraped(address)

@@ -107,7 +107,7 @@ class Llama:
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""
-        return self.head.forward(self.hidden(batch, cache)[-len(batch.lengths) :])
+        return self.head.forward(self.hidden(batch, cache)[-batch.lengths.shape[0] :])
 
     def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns what the head reads, `[tokens, hidden_size]`."""

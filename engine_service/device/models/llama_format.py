@@ -12,13 +12,15 @@ rank holds rows that it doesn't multiply with.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine_service.device.config import ModelConfig
-from engine_service.device.layers import rotary_tables
 from engine_service.device.sharding import WHOLE, Shard, Slice, kv_shard
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KERNEL_FORMAT = "llama-fused/1"
 EMBEDDING = "model.embed_tokens.weight"
@@ -63,6 +65,9 @@ def checkpoint_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Sl
 
 def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Computes the tensors that no checkpoint holds, by their name in the arena."""
+    # Here, so that a layout can be planned before torch is imported.
+    from engine_service.device.layers import rotary_tables
+
     cos, sin = rotary_tables(config.max_positions, config.head_dim, config.rope_theta)
     return {"rotary.cos": cos, "rotary.sin": sin}
 

@@ -1,0 +1,74 @@
+"""Chooses, by `--device`, what a rank is made of: the only place that tells CPU from CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_service.core.messages import RankConfig
+from engine_service.device.arena import Arena
+from engine_service.device.cuda_arena import CudaArena
+from engine_service.device.cuda_graphs import CudaGraphRunner
+from engine_service.device.graphs import GraphRunner
+from engine_service.device.kv_cache import KVCache
+from engine_service.device.memfd_arena import MemfdArena
+from engine_service.device.models.llama import Llama
+from engine_service.device.parallel import Meet, meet_over_gloo, meet_over_nccl
+from engine_service.device.plan import Memory
+from engine_service.device.runner import Graphs
+from engine_service.errors import ConfigError
+from relay_service.core.manifest import Manifest
+from relay_service.memory import cuda_driver
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a rank computes, and with what."""
+
+    torch: torch.device
+    allocate: Callable[[Manifest, str], Arena]
+    """Allocates an arena, for a generation."""
+    graphs: Callable[[Llama, KVCache], Graphs]
+    meet: Meet
+    """Opens the process group of several ranks."""
+
+
+def open_device(settings: RankConfig, memory: Memory | None = None) -> Device:
+    """Returns the device of a rank; `memory` was allocated on the host for its arena.
+
+    Raises `ConfigError` for a device that isn't there, `relay_service.errors.DeviceError`
+    where its driver does not start.
+    """
+    kinds: dict[str, Callable[[RankConfig], Device]] = {
+        "cpu": functools.partial(_open_cpu, memory),
+        "cuda": _open_cuda,
+    }
+    if settings.device not in kinds:
+        raise ConfigError(
+            f"device {settings.device} is not supported",
+            field="device", found=settings.device, expected=" | ".join(kinds),
+        )  # fmt: skip
+    return kinds[settings.device](settings)
+
+
+def _open_cpu(memory: Memory | None, _settings: RankConfig) -> Device:
+    allocate = functools.partial(MemfdArena, memory=memory)
+    return Device(torch.device("cpu"), allocate, GraphRunner, meet_over_gloo)
+
+
+def _open_cuda(settings: RankConfig) -> Device:
+    """Every rank has a device of its own, by its number."""
+    number, count = settings.rank, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number >= count:
+        raise ConfigError(
+            f"rank {number} needs CUDA device {number}; torch {torch.__version__} finds {count}",
+            field="device", found=str(count), expected=str(settings.world_size),
+            hint="install torch with CUDA, show it more devices (CUDA_VISIBLE_DEVICES), "
+            "lower --tp, or use --device cpu",
+        )  # fmt: skip
+    torch.cuda.set_device(number)
+    allocate = functools.partial(CudaArena, driver=cuda_driver.load(), device=number)
+    return Device(torch.device("cuda", number), allocate, CudaGraphRunner, meet_over_nccl)

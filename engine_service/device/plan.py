@@ -1,0 +1,76 @@
+"""Plans a rank and allocates its memory. Free of torch, so that it need not wait for it.
+
+Importing torch takes more than a second; the kernel zeroes the arena's pages meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_service.core import messages
+from engine_service.device.config import ModelConfig, parse_config
+from engine_service.device.dtypes import served_dtype
+from engine_service.device.models import llama_format
+from engine_service.device.sharding import Shard, check_divides
+from engine_service.errors import ConfigError, ModelError
+from relay_service.core.dtypes import DType
+from relay_service.core.layout import lay_out
+from relay_service.core.manifest import Manifest
+from relay_service.memory.host import HostArena, create_memfd
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An arena's memory, all zero, and where it is mapped."""
+
+    fd: int
+    mapping: HostArena
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank serves, and the memory for it."""
+
+    config: ModelConfig
+    dtype: DType
+    shard: Shard
+    manifest: Manifest
+    """Without digests."""
+    memory: Memory | None
+    """None for a rank whose memory lies on a device; torch's driver comes first there."""
+
+
+def allocate(manifest: Manifest, generation: str) -> Memory:
+    """Allocates an arena. Raises `relay_service.errors.ResourceExhausted`."""
+    fd = create_backing(manifest)
+    mapping = HostArena(fd, manifest.data_bytes, writable=True)
+    mapping.write_header(generation)
+    return Memory(fd, mapping)
+
+
+def create_backing(manifest: Manifest) -> int:
+    """Creates what backs an arena in host memory; returns its descriptor."""
+    return create_memfd(f"seedrelay-rank-{manifest.rank}", manifest.data_bytes)
+
+
+def plan(start: messages.Start) -> Plan:
+    """Lays out this rank's part of a model and allocates it.
+
+    Raises `ModelError` for a model that is not supported or cannot be split, `ConfigError`
+    for a placement that isn't, `relay_service.errors.ResourceExhausted`.
+    """
+    settings = start.config
+    _check_placement(settings)
+    if "config.json" not in start.files:
+        raise ModelError("the model has no config.json", file="config.json")
+    config, dtype = parse_config(start.files["config.json"]), served_dtype(settings.dtype)
+    shard = Shard(settings.rank, settings.world_size)
+    check_divides(config, settings.world_size)
+    manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard))
+    memory = allocate(manifest, settings.generation) if settings.device == "cpu" else None
+    return Plan(config, dtype, shard, manifest, memory)
+
+
+def _check_placement(settings: messages.RankConfig) -> None:
+    if not 0 <= settings.rank < settings.world_size:
+        raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

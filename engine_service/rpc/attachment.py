@@ -1,0 +1,151 @@
+"""Keeps an engine attached to the relay of its host, over the relay's Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from clients.errors import ClientError
+from clients.relay import RelayClient
+from engine_service.errors import ConfigError, RelayUnreachable
+from relay_service.core.attachment import Attach, Denied, Update, decode_to_engine, encode
+from relay_service.core.channel import AsyncChannel, ChannelClosed
+
+REATTACH_SECONDS = 0.5
+ANSWER_SECONDS = 5.0
+"""A relay that answers nothing for so long is taken for away."""
+_log = logging.getLogger(__name__)
+
+
+class Attachment:
+    """One attachment that is made anew whenever the relay was away."""
+
+    def __init__(self, relay: RelayClient) -> None:
+        self._relay = relay
+        self._channel: AsyncChannel | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[Denied | None] = asyncio.Queue()
+        self._telling = asyncio.Lock()
+        self._connecting = asyncio.Lock()
+        self._relay_pid = 0
+
+    @property
+    def relay_died(self) -> bool:
+        """Whether the relay process that was attached to last is no more."""
+        return bool(self._relay_pid) and not Path(f"/proc/{self._relay_pid}").exists()
+
+    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+        """Attaches and keeps attached. Raises `RelayUnreachable` or `ConfigError`."""
+        self._describe, self._descriptors = describe, descriptors
+        try:
+            await self._connect()
+        finally:
+            if self._keeper is None:
+                self._keeper = asyncio.create_task(self._keep())
+
+    def describe(self) -> Attach:
+        """Describes the instance as it is now."""
+        return self._describe()
+
+    async def update(self) -> None:
+        """Tells the relay how the instance changed."""
+        async with self._telling:
+            if self._channel is None:
+                return
+            now = self._describe()
+            message = Update(
+                model=now.model,
+                state=now.state,
+                weights=now.weights,
+                manifests=now.manifests,
+                probe=now.probe,
+            )
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await self._channel.send(encode(message))
+                    if denied := await self._answers.get():
+                        _log.error("the relay denied an update: %s", denied.reason)
+            except ChannelClosed:
+                pass  # it hears of it when it is attached again
+            except TimeoutError:
+                _log.warning("relay %s does not answer", self._relay.address)
+                self.detach()
+
+    def detach(self) -> None:
+        """Drops the connection; `_keep` attaches again."""
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+
+    async def close(self) -> None:
+        """Detaches for good."""
+        if self._keeper:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+            self._keeper = None
+        self.detach()
+
+    async def _connect(self) -> None:
+        async with self._connecting:  # a fill and the keeper may both want to
+            if self._channel is None:
+                self._channel = await self._connected()
+                _log.info("attached to relay %s", self._relay.address)
+
+    async def _connected(self) -> AsyncChannel:
+        try:
+            path, _ = await self._relay.attachment(ANSWER_SECONDS)
+        except ClientError as error:
+            raise RelayUnreachable(str(error)) from error
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = AsyncChannel(sock)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await asyncio.get_running_loop().sock_connect(sock, path)
+                await self._introduce(channel)
+        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
+            channel.close()
+            raise RelayUnreachable(f"cannot attach to {self._relay.address}: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    async def _introduce(self, channel: AsyncChannel) -> None:
+        relay = self._relay.address
+        self._relay_pid, uid = channel.peer_credentials()
+        if uid != os.getuid():
+            raise ConfigError(f"the relay at {relay} runs as another user", field="relay")
+        await channel.send(encode(self._describe()), tuple(self._descriptors))
+        answer = decode_to_engine(await channel.receive())
+        if isinstance(answer, Denied):
+            raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
+
+    async def _keep(self) -> None:
+        """Reads the relay's answers; attaches again when it was away."""
+        while True:
+            if self._channel is None:
+                await asyncio.sleep(REATTACH_SECONDS)
+                try:
+                    await self._connect()
+                except (RelayUnreachable, ConfigError) as error:
+                    _log.debug("%s", error)
+            else:
+                await self._read_answers(self._channel)
+
+    async def _read_answers(self, channel: AsyncChannel) -> None:
+        try:
+            while True:
+                answer = decode_to_engine(await channel.receive())
+                self._answers.put_nowait(answer if isinstance(answer, Denied) else None)
+        except (ChannelClosed, msgspec.MsgspecError) as error:
+            _log.warning("relay %s: %s", self._relay.address, error)
+            self._answers.put_nowait(None)  # nobody shall wait for an answer that cannot come
+            self._answers = asyncio.Queue()
+            if self._channel is channel:
+                self.detach()

@@ -1,0 +1,24 @@
+"""Starts an engine: its ranks first, since what they import takes longest.
+
+Free of gRPC until the worker processes run: they import torch while this one imports the
+front.
+"""
+
+from __future__ import annotations
+
+from engine_service.config import EngineConfig
+from engine_service.core.ranks import RankGroup
+
+
+async def serve(config: EngineConfig) -> None:
+    """Runs an engine until SIGTERM or SIGINT.
+
+    Raises `EngineError` when it cannot listen, or can never be ready.
+    """
+    ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
+    try:
+        from engine_service import app
+
+        await app.serve(config, ranks)
+    finally:
+        await ranks.stop()  # again, when it came to serving
