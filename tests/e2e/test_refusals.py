@@ -81,7 +81,7 @@ async def test_no_source_within_the_deadline(stage: Stage, model: Path) -> None:
     saved = stage.target(
         relay, "--deadline", "3", "--fallback", "disk", "--weight-version", "v3", model=model
     )
-    nothing = stage.target(relay, "--deadline", "3")
+    nothing = stage.target(stage.relay(), "--deadline", "3")  # nobody offers a model there
     status = await reach(saved)
     assert status.weight_version == "v3"
     assert status.weights_digest
