@@ -192,3 +192,16 @@ def test_spans():
     found = [(s.weights.version, s.start, s.end) for s in spans.spans]
     assert found == [("v1", 0, 2), ("v2", 2, 3), ("v1", 3, 4)]
     assert spans.tokens == 4
+
+
+async def test_a_request_that_could_not_be_prepared(running):
+    """Nothing is left of a request whose preparation failed: there is nothing to abort."""
+
+    def prepare() -> None:
+        with running.engine.expecting("r"):
+            assert running.engine.abort("r") == 1
+            raise InvalidRequest("not like this")
+
+    with pytest.raises(InvalidRequest):
+        prepare()
+    assert running.engine.abort("r") == 0

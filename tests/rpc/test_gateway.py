@@ -17,6 +17,7 @@ from engine_service.core.request import GenerationRequest
 from engine_service.core.scheduler import Limits
 from engine_service.errors import NonFiniteLogits
 from engine_service.rpc import convert_gateway, convert_gateway_info
+from engine_service.rpc import server as rpc
 from relay_service.core.instance import State
 
 GATEWAY = "vllm.grpc.engine.VllmEngine"
@@ -377,8 +378,9 @@ async def test_aborting_all_answers(service, stub):
     service.ranks.gate.set()
 
 
-async def test_aborting_a_request_that_is_prepared(service, stub, monkeypatch):
-    """A request that is aborted while its text is tokenized never runs."""
+@pytest.fixture
+async def preparing(service, monkeypatch):
+    """Tokenizing text takes until a test lets it go on; two events: it began, it may go on."""
     loop, began, goes_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     encode = service.instance.codec.encode
 
@@ -388,6 +390,12 @@ async def test_aborting_a_request_that_is_prepared(service, stub, monkeypatch):
         return encode(text)
 
     monkeypatch.setattr(service.instance.codec, "encode", slow_encode)
+    return began, goes_on
+
+
+async def test_aborting_a_request_that_is_prepared(service, stub, preparing):
+    """A request that is aborted while its text is tokenized never runs."""
+    began, goes_on = preparing
     reading = asyncio.create_task(answers(stub, Request(request_id="r", text="a")))
     await began.wait()
     await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["r"]))
@@ -395,9 +403,19 @@ async def test_aborting_a_request_that_is_prepared(service, stub, monkeypatch):
     (whole,) = await reading
     assert (whole.finish_reason, list(whole.output_ids)) == ("abort", [])
     assert service.ranks.steps == []
-    monkeypatch.undo()
     (again,) = await answers(stub, asks(1, name="r"))
     assert again.finish_reason == "length"
+
+
+async def test_an_engine_that_drains_while_a_request_is_prepared(service, stub, preparing):
+    """A request that is still prepared when the engine stops serving never runs."""
+    began, goes_on = preparing
+    reading = asyncio.create_task(refusal(stub, Request(text="a")))
+    await began.wait()
+    service.instance.lifecycle.to(State.DRAINING)
+    goes_on.set()
+    assert (await reading)[0] == "UNAVAILABLE"
+    assert service.ranks.steps == []
 
 
 async def test_leaving_frees_the_kv(service, stub):
@@ -491,6 +509,14 @@ def test_chunks(size):
     assert b"".join(chunk.data for chunk in chunks) == data
     assert len(chunks) == -(-size // (64 << 10))
     assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_flushing_needs_control():
+    """Whoever may only generate does not empty the cache of everybody else."""
+    scopes = {method.rpartition("/")[2]: needed for method, needed in rpc.SCOPES.items()
+              if method.startswith(f"/{GATEWAY}/")}  # fmt: skip
+    assert scopes.pop("FlushCache") == {"control"}
+    assert set(scopes.values()) == {frozenset({"generate"})}
 
 
 async def test_health_by_name(service):
