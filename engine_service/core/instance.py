@@ -64,6 +64,8 @@ class Instance:
         self.engine = engine
         self.phases = Phases()
         self.codec: TextCodec | None = None
+        self.has_served = False
+        """Whether it was ever ready."""
         self.manifests: list[Manifest] = []
         self.probe = b""
         self.link: RelayLink | None = None
@@ -132,6 +134,7 @@ class Instance:
     async def serve(self, weights: Weights) -> None:
         """Becomes ready with proven weights, and says so."""
         self.lifecycle.to(State.READY)
+        self.has_served = True
         self.engine.weights = weights
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
