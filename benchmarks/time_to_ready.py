@@ -8,8 +8,8 @@ Real services on loopback, one seed per model, and in every round a fresh instan
     relay_grpc   the same through a relay of another host; in a few rounds
 
 Correct is a first answer of the seed's very tokens. The phases are the engine's own
-(`GetStatus`); a table's columns may overlap: memory is allocated while the worker imports,
-graphs are captured while the weights land.
+(`GetStatus`); a table's columns may overlap: memory is allocated, and weights land, while
+the rank imports torch and captures its graphs.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ GOALS = {
 COLUMNS = {
     "seconds": "  token", "seconds_ready": "  ready", "seconds_imports": "imports",
     "seconds_config": "config", "seconds_allocate": "allocate", "seconds_graphs": "graphs",
-    "seconds_weights": "weights", "seconds_verify": "verify", "seconds_probe": "  probe",
-    "seconds_first_token": "first token", "device_mib": "device MiB",
+    "seconds_attach": "attach", "seconds_weights": "weights", "seconds_verify": "verify",
+    "seconds_probe": "  probe", "seconds_first_token": "first token", "device_mib": "device MiB",
 }  # fmt: skip
 PHASES = {
-    "imports": ("imports",), "config": ("config",), "allocate": ("allocate",),
-    "graphs": ("capture",), "weights": ("load", "attach", "land"), "verify": ("commit",),
-    "probe": ("probe",),
+    "imports": ("imports",), "config": ("config",), "allocate": ("allocate", "build"),
+    "graphs": ("capture",), "attach": ("attach",), "weights": ("load", "land"),
+    "verify": ("commit",), "probe": ("probe",),
 }  # fmt: skip
 """The engine's phases by column; blocks are digested while weights load or land."""
 
@@ -258,8 +258,9 @@ def main() -> None:
         "rounds_relay_grpc": min(GRPC_ROUNDS, chosen[0].rounds), "threads": 1,
         "kv_cache_tokens": 4096, "tokens_compared": TOKENS, "prompt": PROMPT,
         "seconds_whole": time.monotonic() - began,
-        "weights": "disk: the phase load; relay: attach and land, that is matching, mapping, "
-        "moving and verifying every block, and fetching the manifests of what landed",
+        "weights": "disk: the phase load; relay: land, that is matching, mapping, moving and "
+        "verifying every block, and fetching the manifests of what landed, while torch is "
+        "imported",
         "cold": "pages dropped by fadvise and proven gone by mincore; device_mib is read_bytes "
         "of the instance's processes until its answer",
         "relay_extra_bytes": "highest RssAnon + RssFile of the target's relay during a start, "

@@ -42,10 +42,12 @@ FAILED_LINGER_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: EngineConfig, ranks: RankGroup) -> None:
+async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     """Runs an engine on ranks that were spawned, until SIGTERM or SIGINT.
 
-    Raises `EngineError` when it cannot listen, or can never be ready.
+    Returns the address at which to start again, when a rank of an instance that was ready
+    has died and the configuration says so; else nothing. Raises `EngineError` when it
+    cannot listen, or can never be ready.
     """
     _check_device(config)
     stopping = stop_on_signals()
@@ -84,8 +86,12 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> None:
         await metrics.stop()
         await server.stop(1.0)
         tasks[0].cancel()
-    if failed:
-        raise EngineError(failed)
+    if not failed:
+        return ""
+    if ranks.lost and config.on_rank_death == "restart" and instance.has_served:
+        _log.warning("starting again: %s", failed)
+        return address
+    raise EngineError(failed)
 
 
 def _check_device(config: EngineConfig) -> None:

@@ -62,6 +62,8 @@ class EngineConfig:
     """Most requests that run at once."""
     max_waiting: int = 256
     """Most requests that wait."""
+    on_rank_death: str = "exit"
+    """What follows when a rank of a ready instance dies: `exit`, or `restart` at the address."""
     prefill_chunk_tokens: int = 512
     """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     grace_seconds: float = 30.0
@@ -80,6 +82,7 @@ class EngineConfig:
         except relay_errors.ConfigError as error:
             raise ConfigError.of(error) from error
         _one_of("load_format", self.load_format, ("disk", "dummy"))
+        _one_of("on_rank_death", self.on_rank_death, ("exit", "restart"))
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))

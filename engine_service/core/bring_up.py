@@ -1,7 +1,7 @@
 """Takes an instance to READY, or to a dummy that waits. Plain Python.
 
 disk     allocate → capture → load → probe recorded → READY
-relay    allocate → (fill ‖ capture) → READY, within the deadline
+relay    allocate → (fill ‖ build, capture) → READY, within the deadline
 neither  allocate → capture → DUMMY, until somebody fills it
 """
 

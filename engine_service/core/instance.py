@@ -16,7 +16,7 @@ from engine_service.core.engine import Engine
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.messages import (
     Capture,
-    Done,
+    Captured,
     LoadDisk,
     Loaded,
     RankConfig,
@@ -64,6 +64,8 @@ class Instance:
         self.engine = engine
         self.phases = Phases()
         self.codec: TextCodec | None = None
+        self.has_served = False
+        """Whether it was ever ready."""
         self.manifests: list[Manifest] = []
         self.probe = b""
         self.link: RelayLink | None = None
@@ -108,7 +110,7 @@ class Instance:
         return self.codec
 
     async def allocate(self, files: dict[str, bytes]) -> None:
-        """Has every rank build the model on an arena of zeros. Raises `ModelError`."""
+        """Has every rank allocate an arena of zeros. Raises `ModelError`."""
         if "config.json" not in files:
             raise ConfigError(
                 f"{self.config.model} has no config.json", field="model",
@@ -117,14 +119,10 @@ class Instance:
         self.files = files
         self.codec = TextCodec(files)
         self._limit_context()
-        asked = time.monotonic()
-        await self.ranks.allocate(
-            [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
-        )
-        imported = max(arena.imported_at for arena in self.ranks.arenas)
-        self.phases.add("imports", self.phases.origin, imported)
-        # Memory is allocated while the ranks import: what is counted is what came on top.
-        self.phases.add("allocate", max(asked, imported), time.monotonic())
+        with self.phases.measure("allocate"):
+            await self.ranks.allocate(
+                [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
+            )
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
 
     async def load(self) -> None:
@@ -134,7 +132,7 @@ class Instance:
         self.manifests = [reply.manifest for reply in replies]
 
     async def capture(self) -> None:
-        """Captures the graphs, once; whoever comes later waits for the same capture."""
+        """Builds the model and captures it, once; whoever comes later waits for that."""
         if self._capturing is None:
             self._capturing = quiet(asyncio.ensure_future(self._capture()))
         await asyncio.shield(self._capturing)
@@ -148,6 +146,7 @@ class Instance:
     async def serve(self, weights: Weights) -> None:
         """Becomes ready with proven weights, and says so."""
         self.lifecycle.to(State.READY)
+        self.has_served = True
         self.engine.weights = weights
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
@@ -225,8 +224,12 @@ class Instance:
         await self.ranks.stop()
 
     async def _capture(self) -> None:
-        with self.phases.measure("capture"):
-            await self.ranks.same(Capture(), Done)
+        replies = await self.ranks.same(Capture(), Captured)
+        imported = max(reply.imported_at for reply in replies)
+        built = max(imported, *(reply.built_at for reply in replies))
+        self.phases.add("imports", self.phases.origin, imported)
+        self.phases.add("build", imported, built)
+        self.phases.add("capture", built, time.monotonic())
 
     def _limit_context(self) -> None:
         """A model has positions for so many tokens and no more."""

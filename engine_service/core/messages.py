@@ -86,7 +86,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Builds the model and allocates its arena, all zero. Answered by `Allocated`."""
+    """Allocates a model's arena, all zero. Answered by `Allocated`.
+
+    Weights may land in it at once: a rank that is alone builds the model for its next
+    command, several do so before they answer.
+    """
 
     config: RankConfig
     files: dict[str, bytes]
@@ -100,7 +104,7 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
-    """Audits what a pass reads, and captures the decode graph. Answered by `Done`."""
+    """Audits what a pass reads, and captures the decode graph. Answered by `Captured`."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -144,8 +148,15 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     address: int
     page_kind: str
     descriptors: int
+
+
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """The graphs are captured. Times are of the host's monotonic clock, in seconds."""
+
     imported_at: float
-    """When the rank had imported what it needs, on the host's monotonic clock, in seconds."""
+    """When the rank had imported what it needs."""
+    built_at: float
+    """When the model was built and the ranks had met."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -209,7 +220,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-Reply = Allocated | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+Reply = Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -39,6 +39,7 @@ class RankGroup:
         self.workers = workers
         self._rendezvous_fd = rendezvous_fd
         self._broken: errors.RankDied | None = None
+        self._lost = False
         self.arenas: list[Allocated] = []
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
@@ -113,6 +114,11 @@ class RankGroup:
             raise self._broken
         return replies[0]
 
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended although nobody asked it to."""
+        return self._lost
+
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
         waits = [asyncio.ensure_future(worker.process.wait()) for worker in self.workers]
@@ -123,6 +129,7 @@ class RankGroup:
                 wait.cancel()
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
+        self._lost = True
         worker, status = self.workers[rank], waits[rank].result()
         told = self._broken and (status >= 0 or "rank" not in self._broken.details)
         reason = f": {self._broken}" if told else ""

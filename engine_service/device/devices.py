@@ -42,19 +42,10 @@ def open_device(settings: RankConfig, memory: Memory | None = None) -> Device:
     Raises `ConfigError` for a device that isn't there, `relay_service.errors.DeviceError`
     where its driver does not start.
     """
-    kinds: dict[str, Callable[[RankConfig], Device]] = {
-        "cpu": functools.partial(_open_cpu, memory),
-        "cuda": _open_cuda,
-    }
-    if settings.device not in kinds:
-        raise ConfigError(
-            f"device {settings.device} is not supported",
-            field="device", found=settings.device, expected=" | ".join(kinds),
-        )  # fmt: skip
-    return kinds[settings.device](settings)
+    return _open_cpu(memory) if settings.device == "cpu" else _open_cuda(settings)
 
 
-def _open_cpu(memory: Memory | None, _settings: RankConfig) -> Device:
+def _open_cpu(memory: Memory | None) -> Device:
     allocate = functools.partial(MemfdArena, memory=memory)
     return Device(torch.device("cpu"), allocate, GraphRunner, meet_over_gloo)
 

@@ -18,6 +18,8 @@ from relay_service.core.layout import lay_out
 from relay_service.core.manifest import Manifest
 from relay_service.memory.host import HostArena, create_memfd
 
+DEVICES = ("cpu", "cuda")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -38,6 +40,8 @@ class Plan:
     """Without digests."""
     memory: Memory | None
     """None for a rank whose memory lies on a device; torch's driver comes first there."""
+    facts: tuple[tuple[str, str], ...]
+    """What decides what the bytes mean."""
 
 
 def allocate(manifest: Manifest, generation: str) -> Memory:
@@ -68,9 +72,15 @@ def plan(start: messages.Start) -> Plan:
     check_divides(config, settings.world_size)
     manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard))
     memory = allocate(manifest, settings.generation) if settings.device == "cpu" else None
-    return Plan(config, dtype, shard, manifest, memory)
+    facts = llama_format.facts(config, settings.dtype)
+    return Plan(config, dtype, shard, manifest, memory, facts)
 
 
 def _check_placement(settings: messages.RankConfig) -> None:
+    if settings.device not in DEVICES:
+        raise ConfigError(
+            f"device {settings.device} is not supported",
+            field="device", found=settings.device, expected=" | ".join(DEVICES),
+        )  # fmt: skip
     if not 0 <= settings.rank < settings.world_size:
         raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

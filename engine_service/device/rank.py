@@ -37,7 +37,7 @@ class Rank:
         """
         settings, planned = start.config, planned or plan(start)
         self.config, self.shard = planned.config, planned.shard
-        self.facts = llama_format.facts(self.config, settings.dtype)
+        self.facts = planned.facts
         device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(self.config, self.shard)
@@ -49,13 +49,12 @@ class Rank:
         self.graphs = device.graphs(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
 
-    def allocated(self, imported_at: float) -> messages.Allocated:
+    def allocated(self) -> messages.Allocated:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
         arena = self.arena
         return messages.Allocated(
-            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors),
-            imported_at,
-        )  # fmt: skip
+            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors)
+        )
 
     def capture(self) -> None:
         """Audits what a pass reads, then captures it. Weights may land meanwhile.

@@ -3,8 +3,8 @@
 Reads commands from the inherited socket and answers each in turn, until the front
 closes it. The front owns shutdown: signals meant for it don't stop a rank.
 
-A thread imports torch, which takes more than a second; the first command is read and the
-arena allocated meanwhile.
+A thread imports torch, which takes more than a second. The first command is answered
+meanwhile: the arena is allocated, and weights may land, before the model is built on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from engine_service import errors
 from engine_service.core import messages
-from engine_service.device.plan import plan
+from engine_service.device.plan import Plan, plan
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
@@ -46,7 +46,8 @@ class Worker:
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
         self._reported_bytes = 0
-        self._imported_at = 0.0
+        self._planned: tuple[messages.Start, Plan] | None = None
+        self._imported_at = self._built_at = 0.0
         self._importing = threading.Thread(target=self._import, daemon=True)
         self._importing.start()
 
@@ -75,22 +76,42 @@ class Worker:
 
     def _answer(self, command: messages.Command) -> None:
         reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
-        carries = self._rank is not None and isinstance(reply, messages.Allocated | messages.Moved)
-        descriptors = self._rank.arena.descriptors if self._rank and carries else ()
+        descriptors: tuple[int, ...] = ()
+        if isinstance(reply, messages.Allocated) and self._planned and self._planned[1].memory:
+            descriptors = (self._planned[1].memory.fd,)
+        elif isinstance(reply, messages.Allocated | messages.Moved) and self._rank:
+            descriptors = self._rank.arena.descriptors
         self._channel.send(messages.encode(reply), descriptors)
 
     def _start(self, command: messages.Start) -> messages.Reply:
-        if self._rank is not None:
+        if self._planned is not None:
             raise WrongState("the rank has been started already")
         planned = plan(command)
-        self._importing.join()
-        import torch
+        self._planned = command, planned
+        memory = planned.memory
+        if command.config.world_size > 1 or memory is None:
+            # The ranks meet: one that hangs is missed here, in time. A device needs torch.
+            rank = self._built(command)
+            return rank.allocated()
+        return messages.Allocated(
+            planned.manifest, planned.facts, memory.mapping.address, memory.mapping.page_kind(), 1
+        )
 
-        from engine_service.device.rank import Rank
+    def _built(self, command: messages.Command) -> Rank:
+        """Builds the rank once, when torch is there."""
+        if self._rank is None:
+            if self._planned is None:
+                raise WrongState(f"{type(command).__name__} before Start")
+            self._importing.join()
+            import torch
 
-        torch.set_num_threads(command.config.threads)
-        self._rank = Rank(command, self._rendezvous_fd, planned)
-        return self._rank.allocated(self._imported_at)
+            from engine_service.device.rank import Rank
+
+            start, planned = self._planned
+            torch.set_num_threads(start.config.threads)
+            self._rank = Rank(start, self._rendezvous_fd, planned)
+            self._built_at = time.monotonic()
+        return self._rank
 
     def _import(self) -> None:
         """Imports what a rank is made of, without looking for garbage among it."""
@@ -103,9 +124,7 @@ class Worker:
             self._imported_at = time.monotonic()
 
     def _run(self, command: messages.Command) -> messages.Reply:
-        if self._rank is None:
-            raise WrongState(f"{type(command).__name__} before Start")
-        rank = self._rank
+        rank = self._built(command)
         match command:
             case messages.Step():
                 return rank.step(command.rows)
@@ -115,6 +134,7 @@ class Worker:
                 return rank.record_probe()
             case messages.Capture():
                 rank.capture()
+                return messages.Captured(self._imported_at, self._built_at)
             case messages.CutOff():
                 return messages.Moved(rank.arena.replace_backing())
             case messages.Commit():

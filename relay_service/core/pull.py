@@ -57,7 +57,6 @@ class Puller:
         self._left: set[Life] = set()
         self._broke_off: set[Life] = set()
         """Failed after they gave something: asked again when no other is there."""
-        self._verified_before = 0
         self._news_until = 0.0
         """When the fleet must have heard of an update that a source was left for."""
         self._began = time.monotonic()

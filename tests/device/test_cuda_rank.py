@@ -142,7 +142,7 @@ def test_a_seed_whose_graphs_compute_otherwise_does_not_serve(driver, tied, monk
 
 def test_a_rank_says_where_its_arena_lies(driver, tied):
     """What the front is told names the device and the number of descriptors."""
-    told = Rank(start_message(tied, device="cuda")).allocated(0.0)
+    told = Rank(start_message(tied, device="cuda")).allocated()
     assert (told.page_kind, told.descriptors) == ("cuda:0", 2)
 
 

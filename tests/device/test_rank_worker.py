@@ -15,6 +15,7 @@ from engine_service.core import messages
 from engine_service.core.messages import (
     Allocated,
     Capture,
+    Captured,
     CheckProbe,
     Commit,
     Done,
@@ -101,7 +102,7 @@ def seed(tied):
     seed = Worker()
     assert isinstance(seed.ask(start_message(tied)), Allocated)
     seed.loaded = seed.ask(LoadDisk(str(tied)))
-    assert seed.ask(Capture()) == Done()
+    assert isinstance(seed.ask(Capture()), Captured)
     yield seed
     seed.close()
 
@@ -125,7 +126,7 @@ def test_a_dummy_filled_from_outside_equals_its_seed(seed, worker, tied):
     assert isinstance(recorded, Recorded)
     allocated = worker.ask(start_message(tied))
     assert allocated.manifest == seed.loaded.manifest.without_digests()
-    assert worker.ask(Capture()) == Done()
+    assert isinstance(worker.ask(Capture()), Captured)
     assert worker.ask(CheckProbe(recorded.probe)).kind == "ProbeMismatch"
     assert worker.ask(Step((Sequence(PROMPT).row(),))).kind == "WrongState"
     size = allocated.manifest.data_bytes

@@ -10,6 +10,7 @@ from tiny_llama import Sequence, start_message, write_checkpoint
 
 from engine_service.core.messages import (
     Capture,
+    Captured,
     CheckProbe,
     Done,
     LoadDisk,
@@ -51,7 +52,7 @@ async def _started(folder: Path, ranks: int, timeout: float = 60) -> RankGroup:
 async def _serving(folder: Path, ranks: int) -> RankGroup:
     group = await _started(folder, ranks)
     await group.same(LoadDisk(str(folder)), Loaded)
-    await group.same(Capture(), Done)
+    await group.same(Capture(), Captured)
     return group
 
 
