@@ -90,7 +90,7 @@ class Bench:
             "--instance-name", "seed", "--threads", "1", "--kv-cache-tokens", "8192",
         )  # fmt: skip
         self.seed = stack.enter_context(Service([*arguments], folder / "seed.log"))
-        asyncio.run(_ready(self.seed))
+        asyncio.run(ready(self.seed))
         self._relays = [near.pid, far.pid]
         self._tokens = tokens
         self.loads = [Load("idle")]
@@ -144,14 +144,15 @@ class Bench:
         return [after - before for before, after in pairwise(stamps)]
 
 
-async def _ready(engine: Service) -> None:
+async def ready(engine: Service) -> None:
+    """Waits until an engine serves. Raises `LaunchError`."""
     async with EngineClient(engine.address) as client, asyncio.timeout(READY_SECONDS):
         async for status in client.watch():
             if status.state == weights_pb2.INSTANCE_STATE_READY:
                 return
             if status.state == weights_pb2.INSTANCE_STATE_FAILED:
                 break
-    raise LaunchError(f"the seed does not come up:\n{engine.log_tail()}")
+    raise LaunchError(f"the engine does not come up:\n{engine.log_tail()}")
 
 
 def figures(rows: list[table.Row]) -> dict[str, float]:

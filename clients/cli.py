@@ -70,6 +70,16 @@ def generate(
     ] = 1.0,
     min_p: Annotated[float, typer.Option(help="Least relative probability.", min=0, max=1)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", min=0)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
+    n: Annotated[int, typer.Option(help="Number of answers (with --json).", min=1)] = 1,
+    json_schema: Annotated[
+        str, typer.Option(help="JSON Schema that the answer fits, as text.")
+    ] = "",
+    logprobs: Annotated[
+        int | None, typer.Option(help="Likeliest tokens to report (with --json).", min=0)
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Go on at the model's end tokens.")] = False,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the call fails.")] = None,
@@ -79,8 +89,12 @@ def generate(
     """Stream an answer."""
     sampling = engine_pb2.SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        seed=seed, ignore_eos=ignore_eos,
+        seed=seed, ignore_eos=ignore_eos, stop=stop, n=n, logprobs=logprobs,
     )  # fmt: skip
+    if json_schema:
+        sampling.structure.json_schema = json_schema
+    if n > 1 and not json_:
+        raise typer.BadParameter("several answers are shown with --json only", param_hint="--n")
     request = engine_pb2.GenerateRequest(sampling=sampling)
     if chat:
         request.chat.messages.add(role="user", content=prompt)

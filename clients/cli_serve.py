@@ -8,7 +8,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ class LogFormats(StrEnum):
     json = "json"
 
 
+T = TypeVar("T")
 _TUNABLES = (
     # Copies of a block go past the cache, as that of a whole arena would anyway.
     "glibc.cpu.x86_non_temporal_threshold=0x80000:"
@@ -73,6 +74,12 @@ def engine(
     kv_cache_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache holds.")] = 16384,
     max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait.")] = 256,
+    prefill_chunk_tokens: Annotated[
+        int, typer.Option(help="Most prompt tokens that one step computes.")
+    ] = 512,
+    on_rank_death: Annotated[
+        str, typer.Option(help="exit or restart, when a rank dies that has served.")
+    ] = "exit",
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests at SIGTERM.", min=0)
     ] = 30,
@@ -96,13 +103,17 @@ def engine(
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
-            max_running=max_running, max_waiting=max_waiting, grace_seconds=grace,
+            max_running=max_running, max_waiting=max_waiting,
+            prefill_chunk_tokens=prefill_chunk_tokens, on_rank_death=on_rank_death,
+            grace_seconds=grace,
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
     logs.set_up(log_format, config.name)
-    _serve(serve(config), EngineError)
+    if address := _serve(serve(config), EngineError):
+        # A process image of its own, as fresh as after a start by hand; the pid stays.
+        _execute(*sys.orig_argv[1:], "--listen", address)
 
 
 @with_security
@@ -146,13 +157,18 @@ def _tune_libc() -> None:
     GLIBC_TUNABLES keeps the word.
     """
     if "GLIBC_TUNABLES" not in os.environ:
-        environment = {**os.environ, "GLIBC_TUNABLES": _TUNABLES}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+        os.environ["GLIBC_TUNABLES"] = _TUNABLES
+        _execute(*sys.orig_argv[1:])
 
 
-def _serve(service: Coroutine[Any, Any, None], failures: type[Exception]) -> None:
+def _execute(*arguments: str) -> None:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606
+
+
+def _serve(service: Coroutine[Any, Any, T], failures: type[Exception]) -> T:
     try:
-        asyncio.run(service)
+        return asyncio.run(service)
     except failures as error:
         say_error(error)
         raise typer.Exit(1) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,10 +12,12 @@ import grpc
 
 from clients.channel import open_channel
 from clients.credentials import NOTHING, Credentials
-from clients.errors import ClientError
+from clients.errors import ClientError, Unreachable
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
+RECONNECT_SECONDS = 0.2
+"""Time to wait before an engine that nobody answers for is asked again."""
 OVERTIME_SECONDS = 5.0
 """Time for an engine to say itself that the time of a pull is over."""
 
@@ -45,11 +49,46 @@ class EngineClient:
         await self.channel.close()
 
     async def generate(
-        self, request: engine_pb2.GenerateRequest, timeout: float | None = None
+        self,
+        request: engine_pb2.GenerateRequest,
+        timeout: float | None = None,
+        patience: float = 0.0,
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
-        """Streams an answer. Leaving the iterator cancels the call."""
-        async for response in self._stream(self._stub.Generate(request, timeout=timeout)):
-            yield response
+        """Streams an answer. Leaving the iterator cancels the call.
+
+        Args:
+            request: What to continue, and how.
+            timeout: Seconds for everything; none for no deadline.
+            patience: Seconds for which an engine that cannot be reached, or says that it isn't
+                ready yet, is asked again. Never once a message has come: what was read would
+                not be read again.
+        """
+        clock = asyncio.get_running_loop().time
+        begun, began_to_answer = clock(), False
+        patience = patience if timeout is None else min(patience, timeout)
+        while True:
+            left = None if timeout is None else max(0.0, timeout - (clock() - begun))
+            try:
+                async with aclosing(self._stream(self._stub.Generate(request, timeout=left))) as it:
+                    async for response in it:
+                        began_to_answer = True
+                        yield response
+            except ClientError as error:
+                wait = _seconds_before_retry(error)
+                if began_to_answer or wait is None or clock() + wait - begun > patience:
+                    raise
+            else:
+                return
+            await asyncio.sleep(wait)
+
+    async def abort(self, requests: Iterable[str]) -> int:
+        """Ends requests by name, with what they have; returns how many answers were ended."""
+        message = engine_pb2.AbortRequest(requests=requests)
+        try:
+            response = await self._stub.Abort(message, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        return int(response.aborted)
 
     async def status(self) -> engine_pb2.EngineStatus:
         """Returns the state of the instance."""
@@ -80,7 +119,7 @@ class EngineClient:
         async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
 
-    async def _stream(self, call: Any) -> AsyncIterator[Any]:
+    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
         try:
             async for response in call:
                 yield response
@@ -88,3 +127,10 @@ class EngineClient:
             raise ClientError.of(error, self.address) from error
         finally:
             call.cancel()
+
+
+def _seconds_before_retry(error: ClientError) -> float | None:
+    """Returns when to ask again; none where that would be of no use, or not safe."""
+    if isinstance(error, Unreachable):
+        return RECONNECT_SECONDS
+    return error.retry_seconds if error.code == "UNAVAILABLE" else None

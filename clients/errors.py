@@ -17,7 +17,8 @@ class ClientError(Exception):
     """A call that did not succeed.
 
     `code` is the gRPC status by name, `reason` the service's own error class,
-    `details` what it said besides: field, expected, found, hint.
+    `details` what it said besides: field, expected, found, hint. `retry_seconds` is how
+    long to wait before asking again, where the service said so.
     """
 
     exit_code = 1
@@ -30,11 +31,20 @@ class ClientError(Exception):
         self.code = code
         self.reason = reason
         self.details = details or {}
+        self.retry_seconds: float | None = None
 
     @staticmethod
     def of(error: grpc.aio.AioRpcError, address: str) -> ClientError:
         """Makes the typed error of a failed call to `address`."""
-        reason, details = _rich_details(error)
+        info, retry = _rich_details(error)
+        made = ClientError._typed(error, address, info.reason, dict(info.metadata))
+        made.retry_seconds = retry
+        return made
+
+    @staticmethod
+    def _typed(
+        error: grpc.aio.AioRpcError, address: str, reason: str, details: dict[str, str]
+    ) -> ClientError:
         code, message = error.code(), error.details() or error.code().name
         if code is grpc.StatusCode.UNAVAILABLE and not reason:
             return Unreachable(f"{address} cannot be reached: {message}", code.name)
@@ -61,13 +71,18 @@ class CallFailed(ClientError):
     """The service refused or failed."""
 
 
-def _rich_details(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str]]:
+def _rich_details(
+    error: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.ErrorInfo, float | None]:
+    """Returns what the service says of its error, and when to ask again, if it says so."""
+    info, retry, seconds = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), None
     try:
         status = rpc_status.from_call(error)
     except ValueError:
-        return "", {}
+        return info, None
     for packed in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if packed.Unpack(info):
-            return info.reason, dict(info.metadata)
-    return "", {}
+        if packed.Is(info.DESCRIPTOR):
+            packed.Unpack(info)
+        elif packed.Unpack(retry):
+            seconds = retry.retry_delay.ToTimedelta().total_seconds()
+    return info, seconds

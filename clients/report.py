@@ -44,11 +44,13 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
         "waiting": status.waiting,
         "kv_blocks_used": status.kv_blocks_used,
         "kv_blocks_total": status.kv_blocks_total,
+        "kv_blocks_cached": status.kv_blocks_cached,
         "limits": {
             "max_context_tokens": status.limits.max_context_tokens,
             "max_running": status.limits.max_running,
             "max_waiting": status.limits.max_waiting,
             "kv_block_tokens": status.limits.kv_block_tokens,
+            "prefill_chunk_tokens": status.limits.prefill_chunk_tokens,
         },
         "format_fingerprint": status.format.fingerprint,
         "progress": progress(status.progress) if status.HasField("progress") else None,
@@ -138,19 +140,33 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
 def chunk(message: engine_pb2.GenerateResponse) -> dict[str, Any]:
     """Returns one chunk of an answer; the last one says how it ended."""
     shown: dict[str, Any] = {
+        "index": message.index,
         "token_ids": list(message.token_ids),
         "text": message.text,
         "weight_version": message.weight_version,
         "epoch": message.epoch,
     }
+    if message.logprobs:
+        shown["logprobs"] = [_position(one) for one in message.logprobs]
     if message.finish_reason:
         shown["finish_reason"] = finish_name(message.finish_reason)
+        if ended_by := message.WhichOneof("stop"):
+            shown[ended_by] = getattr(message, ended_by)
         shown["usage"] = {
             "prompt_tokens": message.usage.prompt_tokens,
             "completion_tokens": message.usage.completion_tokens,
+            "cached_tokens": message.usage.cached_tokens,
         }
         shown["version_spans"] = [
             {"weight_version": s.weight_version, "epoch": s.epoch, "start": s.start, "end": s.end}
             for s in message.version_spans
         ]
     return shown
+
+
+def _position(position: engine_pb2.PositionLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": position.token.token_id,
+        "logprob": position.token.logprob,
+        "top": [{"token_id": one.token_id, "logprob": one.logprob} for one in position.top],
+    }

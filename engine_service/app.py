@@ -12,6 +12,8 @@ import logging
 import uuid
 from pathlib import Path
 
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
 from clients.credentials import Credentials
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
@@ -23,6 +25,7 @@ from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
+from engine_service.rpc.gateway import GatewayServicer
 from engine_service.rpc.metrics import EngineCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
@@ -39,10 +42,12 @@ FAILED_LINGER_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: EngineConfig, ranks: RankGroup) -> None:
+async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     """Runs an engine on ranks that were spawned, until SIGTERM or SIGINT.
 
-    Raises `EngineError` when it cannot listen, or can never be ready.
+    Returns the address at which to start again, when a rank of an instance that was ready
+    has died and the configuration says so; else nothing. Raises `EngineError` when it
+    cannot listen, or can never be ready.
     """
     _check_device(config)
     stopping = stop_on_signals()
@@ -56,6 +61,7 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> None:
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)
     health = rpc.add_standard_services(server)
     await server.start()
     announce_listening(
@@ -80,8 +86,12 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> None:
         await metrics.stop()
         await server.stop(1.0)
         tasks[0].cancel()
-    if failed:
-        raise EngineError(failed)
+    if not failed:
+        return ""
+    if ranks.lost and config.on_rank_death == "restart" and instance.has_served:
+        _log.warning("starting again: %s", failed)
+        return address
+    raise EngineError(failed)
 
 
 def _check_device(config: EngineConfig) -> None:
@@ -102,7 +112,11 @@ def _check_device(config: EngineConfig) -> None:
 
 def _build(config: EngineConfig, ranks: RankGroup, credentials: Credentials) -> Instance:
     limits = Limits(
-        config.max_context_tokens, config.max_running, config.max_waiting, config.kv_block_tokens
+        config.max_context_tokens,
+        config.max_running,
+        config.max_waiting,
+        config.kv_block_tokens,
+        config.prefill_chunk_tokens,
     )
     scheduler = Scheduler(limits, BlockPool(config.kv_blocks, config.kv_block_tokens))
     model = Path(config.model).resolve().name

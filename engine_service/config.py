@@ -62,6 +62,10 @@ class EngineConfig:
     """Most requests that run at once."""
     max_waiting: int = 256
     """Most requests that wait."""
+    on_rank_death: str = "exit"
+    """What follows when a rank of a ready instance dies: `exit`, or `restart` at the address."""
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
     metrics_listen: str = ""
@@ -78,6 +82,7 @@ class EngineConfig:
         except relay_errors.ConfigError as error:
             raise ConfigError.of(error) from error
         _one_of("load_format", self.load_format, ("disk", "dummy"))
+        _one_of("on_rank_death", self.on_rank_death, ("exit", "restart"))
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
@@ -87,7 +92,7 @@ class EngineConfig:
         for name in (
             "tensor_parallel_size", "collective_timeout_seconds", "deadline_seconds",
             "max_context_tokens", "kv_cache_tokens", "kv_block_tokens", "max_running",
-            "max_waiting",
+            "max_waiting", "prefill_chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)

@@ -5,6 +5,8 @@ EngineError
 ├── InvalidRequest         a request that can never be served
 ├── NotReady               the instance isn't ready (yet, or any more)
 ├── QueueFull              too many requests wait
+├── RequestExists          a request of that name is being served
+├── NotOffered             an operation that this service does not have
 ├── WrongState             the instance is not in a state for this
 ├── ModelError             a model folder that cannot be served
 │   ├── CheckpointError    a checkpoint that is broken or does not fit
@@ -59,6 +61,14 @@ class NotReady(EngineError):
 
 class QueueFull(EngineError):
     """Too many requests wait."""
+
+
+class RequestExists(EngineError):
+    """A request of that name is being served already."""
+
+
+class NotOffered(EngineError):
+    """An operation that this service does not have."""
 
 
 class WrongState(EngineError):

@@ -10,15 +10,16 @@ from engine_service.config import EngineConfig
 from engine_service.core.ranks import RankGroup
 
 
-async def serve(config: EngineConfig) -> None:
+async def serve(config: EngineConfig) -> str:
     """Runs an engine until SIGTERM or SIGINT.
 
-    Raises `EngineError` when it cannot listen, or can never be ready.
+    Returns the address at which to start again, if it shall. Raises `EngineError` when it
+    cannot listen, or can never be ready.
     """
     ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
     try:
         from engine_service import app
 
-        await app.serve(config, ranks)
+        return await app.serve(config, ranks)
     finally:
         await ranks.stop()  # again, when it came to serving

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_service.core.messages import Row
+from engine_service.core.messages import Row, Sampled, TokenLogprobs
 from relay_service.core.attachment import (
     Accepted,
     Attach,
@@ -345,7 +345,11 @@ class FakeSession:
 
 
 class FakeRunner:
-    """Samples the last token of each row plus one."""
+    """Samples the last token of each row plus one, or the next one that may come.
+
+    Its log-probabilities are -0.5, those of prompts -1; the likeliest tokens are the one that
+    is there and the ids after it, each one less.
+    """
 
     def __init__(self) -> None:
         self.steps: list[tuple[Row, ...]] = []
@@ -357,14 +361,34 @@ class FakeRunner:
         self.stepping = asyncio.Event()
         """Set when a step has begun."""
 
-    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+    async def step(self, rows: tuple[Row, ...]) -> Sampled:
         self.steps.append(rows)
         self.stepping.set()
         await self.gate.wait()
         if self.error:
             error, self.error = self.error, None
             raise error
-        return tuple(row.tokens[-1] + 1 for row in rows)
+        tokens = [_next_token(row) if row.samples else -1 for row in rows]
+        wanted = [row.sampling.logprobs for row in rows]
+        logprobs = {n: _likely(tokens[n], -0.5, k) for n, k in enumerate(wanted) if k is not None}
+        prompts = {
+            n: tuple(_likely(t, -1.0, row.sampling.prompt_logprobs) for t in row.following)
+            for n, row in enumerate(rows)
+        }
+        return Sampled(tuple(tokens), logprobs, prompts)
+
+
+def _likely(token: int, logprob: float, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, logprob, tuple((token + n, logprob - n) for n in range(count)))
+
+
+def _next_token(row: Row) -> int:
+    token = row.tokens[-1] + 1
+    for candidate in (*range(token, token + 9), *range(8 * len(row.allowed))):
+        may = not row.allowed or row.allowed[candidate // 8] >> candidate % 8 & 1
+        if may and candidate not in row.banned:
+            return candidate
+    return token
 
 
 # Text without a model

@@ -7,11 +7,14 @@ bookkeeping needs no locks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from engine_service.core.messages import Sampled
 from engine_service.core.ports import Runner
-from engine_service.core.request import Finish, GenerationRequest, Sequence, TokenEvent
-from engine_service.core.scheduler import Scheduler, row_of
+from engine_service.core.request import Finish, GenerationRequest, Sequence
+from engine_service.core.rows import row_of
+from engine_service.core.scheduler import Scheduler
 from engine_service.errors import EngineError, RankDied
 from relay_service.core.instance import Weights
 
@@ -26,25 +29,54 @@ class Engine:
         self._runner = runner
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
+        self._expected: dict[str, bool] = {}
+        """Requests on their way, by name: whether somebody has ended them already."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
-        """Streams the tokens of a request. Leaving the iterator frees its KV and its slot.
+    @contextmanager
+    def expecting(self, request: str) -> Iterator[None]:
+        """Lets a request be aborted while it is prepared; whoever prepares it submits it at once.
 
-        Raises `InvalidRequest`, `QueueFull`, or what ended the engine.
+        Nothing is left of it when preparing fails.
         """
-        sequence = self.scheduler.add(request)
+        self._expected[request] = False
+        try:
+            yield
+        except BaseException:
+            self._expected.pop(request, None)
+            raise
+
+    def submit(self, request: GenerationRequest, answers: int = 1) -> list[Sequence]:
+        """Queues a request; all its answers publish to one queue of events.
+
+        Whoever submits must `end` every answer, whatever happens. Raises `InvalidRequest`,
+        `QueueFull` or `RequestExists`.
+        """
+        aborted = self._expected.pop(request.request, False)
+        sequences = self.scheduler.add(request, answers)
+        if aborted:
+            self.scheduler.abort(sequences, self.weights)
         self._work.set()
         self._idle.clear()
-        try:
-            while True:
-                event = await sequence.events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if event.finish:
-                    return
-        finally:
-            self.scheduler.remove(sequence, Finish.ABORT)
+        return sequences
+
+    def end(self, sequence: Sequence, finish: Finish) -> None:
+        """Ends an answer whose caller wants no more; frees its KV and its slot. Twice is harmless.
+
+        Nothing more is published.
+        """
+        self.scheduler.remove(sequence, finish)
+
+    def abort(self, request: str) -> int:
+        """Ends the answers to a request with what they have; returns how many.
+
+        A request that is only expected counts as one, and ends when it is submitted.
+        """
+        if request and request in self._expected:
+            self._expected[request] = True
+            return 1
+        sequences = self.scheduler.named(request)
+        self.scheduler.abort(sequences, self.weights)
+        return len(sequences)
 
     async def run(self) -> None:
         """Runs steps for ever. A step that fails ends its own streams with the error.
@@ -64,26 +96,26 @@ class Engine:
         await self._idle.wait()
 
     async def _step(self) -> None:
-        batch = self.scheduler.schedule()
+        weights = self.weights
+        batch = self.scheduler.schedule(weights)
         if not batch:
             self._work.clear()
             self._idle.set()
             await self._work.wait()
             return
-        weights = self.weights
         try:
-            tokens = await self._tokens_of(batch)
+            sampled = await self._sample(batch)
         except RankDied:
             raise
         except EngineError as error:
             self.scheduler.fail(batch, error)
         else:
-            self.scheduler.commit(batch, tokens, weights)
+            self.scheduler.commit(batch, sampled, weights)
         # A step that never waits would keep the readers of its own tokens waiting.
         await asyncio.sleep(0)
 
-    async def _tokens_of(self, batch: list[Sequence]) -> tuple[int, ...]:
-        tokens = await self._runner.step(tuple(row_of(s) for s in batch))
-        if len(tokens) != len(batch):
-            raise RankDied(f"a rank answered {len(tokens)} tokens for {len(batch)} rows")
-        return tokens
+    async def _sample(self, batch: list[Sequence]) -> Sampled:
+        sampled = await self._runner.step(tuple(row_of(s) for s in batch))
+        if len(sampled.tokens) != len(batch):
+            raise RankDied(f"a rank answered {len(sampled.tokens)} tokens for {len(batch)} rows")
+        return sampled

@@ -28,7 +28,7 @@ from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec, read_json
-from engine_service.errors import ConfigError, WrongState
+from engine_service.errors import ConfigError, NotReady, WrongState
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
@@ -64,6 +64,8 @@ class Instance:
         self.engine = engine
         self.phases = Phases()
         self.codec: TextCodec | None = None
+        self.has_served = False
+        """Whether it was ever ready."""
         self.manifests: list[Manifest] = []
         self.probe = b""
         self.link: RelayLink | None = None
@@ -73,7 +75,8 @@ class Instance:
         self.lent = False
         """Whether a relay was asked to write into the arenas, and may still be able to."""
         self._open_link = open_link
-        self._files: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
+        """Small files of the model, by name; empty until they are known."""
         self._capturing: asyncio.Future[None] | None = None
 
     @property
@@ -95,6 +98,17 @@ class Instance:
         done, total = sum(done for done, _ in each), sum(total for _, total in each)
         return FillProgress(phase="loading", bytes_verified=done, bytes_total=total)
 
+    def ready_codec(self) -> TextCodec:
+        """Returns what makes tokens of text and back. Raises `NotReady` unless it serves."""
+        lifecycle = self.lifecycle
+        if lifecycle.state is not State.READY or self.codec is None:
+            reason = f": {lifecycle.reason}" if lifecycle.reason else ""
+            raise NotReady(
+                f"{self.identity.name} is {lifecycle.state}{reason}",
+                field="state", expected="READY", found=str(lifecycle.state),
+            )  # fmt: skip
+        return self.codec
+
     async def allocate(self, files: dict[str, bytes]) -> None:
         """Has every rank allocate an arena of zeros. Raises `ModelError`."""
         if "config.json" not in files:
@@ -102,7 +116,7 @@ class Instance:
                 f"{self.config.model} has no config.json", field="model",
                 hint="name a model folder, or a --relay that offers a model",
             )  # fmt: skip
-        self._files = files
+        self.files = files
         self.codec = TextCodec(files)
         self._limit_context()
         with self.phases.measure("allocate"):
@@ -132,6 +146,7 @@ class Instance:
     async def serve(self, weights: Weights) -> None:
         """Becomes ready with proven weights, and says so."""
         self.lifecycle.to(State.READY)
+        self.has_served = True
         self.engine.weights = weights
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
@@ -198,7 +213,7 @@ class Instance:
             model=self.identity.model, state=self.lifecycle.state,
             format=Format(self.ranks.arenas[0].facts), placement=self.placement,
             weights=self.engine.weights, manifests=tuple(self.manifests),
-            artifacts=self._files, probe=self.probe,
+            artifacts=self.files, probe=self.probe,
             descriptors_per_rank=self.ranks.arenas[0].descriptors,
         )  # fmt: skip
 
@@ -218,7 +233,7 @@ class Instance:
 
     def _limit_context(self) -> None:
         """A model has positions for so many tokens and no more."""
-        most = read_json(self._files, "config.json").get("max_position_embeddings")
+        most = read_json(self.files, "config.json").get("max_position_embeddings")
         limits = self.engine.scheduler.limits
         if isinstance(most, int) and most < limits.max_context_tokens:
             self.engine.scheduler.limits = dataclasses.replace(limits, max_context_tokens=most)
@@ -227,7 +242,7 @@ class Instance:
         config = self.config
         dtype = config.dtype
         if dtype == "auto":
-            stated = read_json(self._files, "config.json")
+            stated = read_json(self.files, "config.json")
             dtype = str(stated.get("torch_dtype") or stated.get("dtype") or "float32")
         return RankConfig(
             rank=rank, world_size=config.tensor_parallel_size,

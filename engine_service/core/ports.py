@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_service.core.messages import Row
+from engine_service.core.messages import Row, Sampled
 from relay_service.core.attachment import Attach
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
@@ -16,8 +16,24 @@ from relay_service.core.pull_report import PathStep, PullOptions
 class Runner(Protocol):
     """Runs one step on all ranks."""
 
-    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
-        """Returns one sampled token per row. Raises `EngineError`."""
+    async def step(self, rows: tuple[Row, ...]) -> Sampled:
+        """Returns what was sampled, one token per row. Raises `EngineError`."""
+
+
+class Constraint(Protocol):
+    """What one answer must look like, followed token by token."""
+
+    def fresh(self) -> Constraint:
+        """Returns the same for another answer."""
+
+    def allowed(self) -> bytes:
+        """Returns the tokens that may come next: bit `i % 8` of byte `i // 8` for token `i`."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the token that came; returns whether the answer is complete and nothing follows.
+
+        Raises `EngineError` for a token that may not come.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

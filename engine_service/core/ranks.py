@@ -15,8 +15,8 @@ from engine_service.core.messages import (
     Moved,
     Reply,
     Row,
+    Sampled,
     Step,
-    Tokens,
 )
 from engine_service.core.rank_worker import RankWorker, spawn
 from relay_service.core.manifest import Manifest
@@ -39,6 +39,7 @@ class RankGroup:
         self.workers = workers
         self._rendezvous_fd = rendezvous_fd
         self._broken: errors.RankDied | None = None
+        self._lost = False
         self.arenas: list[Allocated] = []
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
@@ -103,15 +104,20 @@ class RankGroup:
             self.descriptors[rank] = fresh
         return [reply.manifest for reply in moved]
 
-    async def step(self, rows: tuple[Row, ...]) -> tuple[int, ...]:
+    async def step(self, rows: tuple[Row, ...]) -> Sampled:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
-        sampled = {reply.tokens for reply in await self.same(Step(rows), Tokens)}
-        if len(sampled) > 1:
+        replies = await self.same(Step(rows), Sampled)
+        if any(reply.tokens != replies[0].tokens for reply in replies):
             self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
             for worker in self.workers:
                 worker.process.kill()  # whoever watches them ends the instance
             raise self._broken
-        return sampled.pop()
+        return replies[0]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has ended although nobody asked it to."""
+        return self._lost
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
@@ -123,6 +129,7 @@ class RankGroup:
                 wait.cancel()
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
+        self._lost = True
         worker, status = self.workers[rank], waits[rank].result()
         told = self._broken and (status >= 0 or "rank" not in self._broken.details)
         reason = f": {self._broken}" if told else ""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine_service.core.messages import Sampling
+import msgspec
+
+from engine_service.core.blocks import Key
+from engine_service.core.messages import Sampling, TokenLogprobs
+from engine_service.core.ports import Constraint
 from relay_service.core.instance import Weights
 
 _ids = itertools.count(1)
+_SEEDS = 1 << 64
 
 
 class Finish(StrEnum):
@@ -19,6 +25,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +35,20 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
+    min_tokens: int = 0
+    """Tokens before which no stop token may come."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end generation, the model's own included unless it ignores them."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end generation."""
+    shows_stop: bool = False
+    """Whether the text that ended generation is shown."""
+    priority: int = 0
+    """The higher runs first."""
+    constraint: Constraint | None = None
+    """What the answer must look like."""
+    request: str = ""
+    """What the caller calls it; answers of one request share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +59,13 @@ class TokenEvent:
     weights: Weights
     """Weights that made the token."""
     finish: Finish | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of every prompt token but the first; with the first token of an answer only."""
+    index: int = 0
+    """Which of the answers to one request it belongs to."""
+    reused: int = 0
+    """Prompt tokens whose KV another request had computed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +73,10 @@ class Sequence:
     """A request in the scheduler."""
 
     request: GenerationRequest
+    index: int = 0
+    """Which of the answers to one request it is."""
+    events: asyncio.Queue[TokenEvent | Exception] = field(default_factory=asyncio.Queue)
+    """Answers to one request share it. An exception ends them all."""
     number: int = field(default_factory=lambda: next(_ids))
     """Order of arrival."""
     output: list[int] = field(default_factory=list)
@@ -54,9 +84,18 @@ class Sequence:
     """KV blocks that it holds."""
     cached: int = 0
     """Positions whose KV is in the cache."""
+    chunk: int = 0
+    """Tokens that the step in work computes."""
+    reused: int = 0
+    """Prompt tokens whose KV another request had computed."""
+    origin: str = ""
+    """What computes its KV; empty for KV that nobody else may use."""
+    keys: list[Key] = field(default_factory=list)
+    """Keys of its full blocks, as far as they are known."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    leader: Sequence | None = None
+    """Answer to the same prompt, whose KV it waits for."""
     finish: Finish | None = None
-    events: asyncio.Queue[TokenEvent | Exception] = field(default_factory=asyncio.Queue)
-    """An exception ends the stream with an error."""
 
     @property
     def length(self) -> int:
@@ -64,6 +103,28 @@ class Sequence:
         return len(self.request.prompt) + len(self.output)
 
     @property
-    def pending(self) -> tuple[int, ...]:
-        """Tokens whose KV is not in the cache: the whole prompt, or the last token."""
-        return (*self.request.prompt, *self.output)[self.cached :]
+    def pending(self) -> int:
+        """Number of tokens whose KV is not in the cache: a whole prompt, or the last token."""
+        return self.length - self.cached
+
+    def part(self, begin: int, end: int) -> tuple[int, ...]:
+        """Returns the tokens of prompt and answer from `begin` to before `end`."""
+        prompt = self.request.prompt
+        first, last = (max(0, at - len(prompt)) for at in (begin, end))
+        return (*prompt[begin:end], *self.output[first:last])
+
+
+def answers_to(request: GenerationRequest, count: int) -> list[Sequence]:
+    """Makes the sequences of several answers to one request.
+
+    The first computes the KV of the prompt for all. Each draws with a seed of its own.
+    """
+    first = Sequence(request)
+    others = []
+    for index in range(1, count):
+        seed = (request.sampling.seed + index) % _SEEDS
+        sampling = msgspec.structs.replace(request.sampling, seed=seed, prompt_logprobs=None)
+        constraint = request.constraint.fresh() if request.constraint else None
+        own = dataclasses.replace(request, sampling=sampling, constraint=constraint)
+        others.append(Sequence(own, index, first.events, leader=first))
+    return [first, *others]

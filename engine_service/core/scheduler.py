@@ -5,16 +5,22 @@ It decides and never runs; the runner runs and never decides.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import bisect
+from collections import Counter
 from dataclasses import dataclass
 
 from engine_service.core.blocks import BlockPool
-from engine_service.core.messages import Row
-from engine_service.core.request import Finish, GenerationRequest, Sequence, TokenEvent
-from engine_service.errors import InvalidRequest, QueueFull
+from engine_service.core.messages import Sampled, TokenLogprobs
+from engine_service.core.prefix import publish, reuse
+from engine_service.core.request import (
+    Finish,
+    GenerationRequest,
+    Sequence,
+    TokenEvent,
+    answers_to,
+)
+from engine_service.errors import EngineError, InvalidRequest, QueueFull, RequestExists
 from relay_service.core.instance import Weights
-
-MAX_PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,8 @@ class Limits:
     max_running: int
     max_waiting: int
     kv_block_tokens: int
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
 
 
 class Scheduler:
@@ -33,58 +41,80 @@ class Scheduler:
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits = limits
         self.pool = pool
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        """In the order in which they will run."""
         self.running: list[Sequence] = []
+        """In the order in which they began to run."""
         self.generated_tokens = 0
         self.finished: Counter[Finish] = Counter()
-        """Requests that have ended, by reason."""
+        """Answers that have ended, by reason."""
 
-    def add(self, request: GenerationRequest) -> Sequence:
-        """Queues a request.
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.limits.max_context_tokens, self.pool.total * self.pool.block_tokens)
+
+    def add(self, request: GenerationRequest, answers: int = 1) -> list[Sequence]:
+        """Queues a request, to be answered so many times.
 
         Raises `InvalidRequest` for one that can never be served, `QueueFull` when
-        too many wait.
+        too many wait, `RequestExists` when its name is taken.
         """
-        self._check_fits(request)
-        if len(self.waiting) >= self.limits.max_waiting:
+        self._check_fits(request, answers)
+        if len(self.waiting) + answers > self.limits.max_waiting:
             raise QueueFull(
                 f"{len(self.waiting)} requests wait already",
                 field="max_waiting", expected=str(self.limits.max_waiting),
             )  # fmt: skip
-        sequence = Sequence(request)
-        self.waiting.append(sequence)
-        return sequence
+        if self.named(request.request):
+            raise RequestExists(
+                f"a request named {request.request!r} is being served",
+                field="request", found=request.request,
+            )  # fmt: skip
+        sequences = answers_to(request, answers)
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=_order)
+        return sequences
 
-    def schedule(self) -> list[Sequence]:
+    def named(self, request: str) -> list[Sequence]:
+        """Returns the answers that are being made to a request; an empty name is nobody's."""
+        if not request:
+            return []
+        return [s for s in (*self.running, *self.waiting) if s.request.request == request]
+
+    def schedule(self, weights: Weights) -> list[Sequence]:
         """Chooses the sequences of the next step and gives them the blocks they need.
 
-        Running ones first, oldest first; then as many waiting ones as fit.
+        All that decode, then as much of prompts as a step may compute: running ones first,
+        then waiting ones as far as they fit. Nobody overtakes one that waits for blocks.
         """
-        for sequence in list(self.running):
+        for sequence in sorted(self.running, key=_order):
             while sequence in self.running and not self._grow(sequence):
-                self._preempt(self.running[-1])
-        budget = MAX_PREFILL_TOKENS
-        while self.waiting and len(self.running) < self.limits.max_running:
-            sequence = self.waiting[0]
-            fits = len(sequence.pending) <= budget or budget == MAX_PREFILL_TOKENS
-            if not fits or not self._grow(sequence):
+                self._preempt(max(self.running, key=_order))
+        budget = self.limits.prefill_chunk_tokens
+        for sequence in self.running:
+            sequence.chunk = 1 if sequence.pending == 1 else min(sequence.pending, budget)
+            budget -= sequence.chunk if sequence.pending > 1 else 0
+        for sequence in [one for one in self.waiting if not _follows(one)]:
+            if budget <= 0 or len(self.running) >= self.limits.max_running:
                 break
-            budget -= len(sequence.pending)
-            self.running.append(self.waiting.popleft())
-        return list(self.running)
+            if not self._admit(sequence, weights):
+                break
+            sequence.chunk = min(sequence.pending, budget)
+            budget -= sequence.chunk
+        return [sequence for sequence in self.running if sequence.chunk]
 
-    def commit(self, batch: list[Sequence], tokens: tuple[int, ...], weights: Weights) -> None:
-        """Books the tokens of a step and publishes them. Sequences that left are skipped."""
-        for sequence, token in zip(batch, tokens, strict=True):
+    def commit(self, batch: list[Sequence], sampled: Sampled, weights: Weights) -> None:
+        """Books what a step made and publishes it. Sequences that left are skipped."""
+        for row, (sequence, token) in enumerate(zip(batch, sampled.tokens, strict=True)):
             if sequence.finish is not None:
                 continue
-            sequence.cached = sequence.length
-            sequence.output.append(token)
-            self.generated_tokens += 1
-            finish = self._ends(sequence, token)
-            sequence.events.put_nowait(TokenEvent(token, weights, finish))
-            if finish:
-                self.remove(sequence, finish)
+            sequence.cached += sequence.chunk
+            publish(self.pool, sequence, weights)
+            sequence.prompt_logprobs += sampled.prompt_logprobs.get(row, ())
+            if sequence.cached < sequence.length:
+                continue
+            self._take(sequence, token, weights, sampled.logprobs.get(row))
 
     def remove(self, sequence: Sequence, finish: Finish) -> None:
         """Takes a sequence out, wherever it is, and frees its KV. Twice is harmless."""
@@ -97,11 +127,17 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.pool.release(sequence.blocks)
 
+    def abort(self, sequences: list[Sequence], weights: Weights) -> None:
+        """Ends some sequences with what they have."""
+        for sequence in sequences:
+            self.remove(sequence, Finish.ABORT)
+            sequence.events.put_nowait(
+                TokenEvent(None, weights, Finish.ABORT, index=sequence.index)
+            )
+
     def abort_all(self, weights: Weights) -> None:
         """Ends every sequence with what it has."""
-        for sequence in [*self.running, *self.waiting]:
-            self.remove(sequence, Finish.ABORT)
-            sequence.events.put_nowait(TokenEvent(None, weights, Finish.ABORT))
+        self.abort([*self.running, *self.waiting], weights)
 
     def fail_all(self, error: Exception) -> None:
         """Ends every sequence with an error."""
@@ -110,42 +146,86 @@ class Scheduler:
     def fail(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends some sequences with an error."""
         for sequence in sequences:
-            self.remove(sequence, Finish.ABORT)
+            self.remove(sequence, Finish.ERROR)
             sequence.events.put_nowait(error)
 
-    def _check_fits(self, request: GenerationRequest) -> None:
-        most = min(self.limits.max_context_tokens, self.pool.total * self.pool.block_tokens)
+    def _check_fits(self, request: GenerationRequest, answers: int) -> None:
         if not request.prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
-        if len(request.prompt) >= most:
+        if len(request.prompt) >= self.max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(request.prompt)} tokens, "
-                f"prompt and answer may have {most} together",
-                field="prompt", expected=f"less than {most}", found=str(len(request.prompt)),
+                f"prompt and answer may have {self.max_tokens} together",
+                field="prompt", expected=f"less than {self.max_tokens}",
+                found=str(len(request.prompt)),
             )  # fmt: skip
+        if answers > self.limits.max_waiting:
+            raise InvalidRequest(
+                f"{answers} answers are more than may ever wait", field="sampling.n",
+                expected=f"at most {self.limits.max_waiting}", found=str(answers),
+            )  # fmt: skip
+
+    def _admit(self, sequence: Sequence, weights: Weights) -> bool:
+        """Lets a sequence run if its blocks fit, with the KV that others have computed."""
+        reuse(self.pool, sequence, weights)
+        if not self._grow(sequence):
+            self.pool.release(sequence.blocks)
+            sequence.cached = 0
+            return False
+        if not sequence.output:
+            sequence.reused = sequence.cached
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True
 
     def _grow(self, sequence: Sequence) -> bool:
         return self.pool.grow(sequence.blocks, sequence.length)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends the youngest back to the queue; its KV is computed again later."""
+        """Sends a sequence back to the queue; its KV is computed, or found, again later."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
-        sequence.cached = 0
-        self.waiting.appendleft(sequence)
+        sequence.cached = sequence.chunk = 0
+        sequence.prompt_logprobs.clear()
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def _take(
+        self, sequence: Sequence, token: int, weights: Weights, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Books and publishes a token."""
+        sequence.output.append(token)
+        self.generated_tokens += 1
+        try:
+            finish = self._ends(sequence, token)
+        except EngineError as error:
+            self.fail([sequence], error)
+            return
+        prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs.clear()
+        sequence.events.put_nowait(
+            TokenEvent(
+                token, weights, finish, logprobs, prompt_logprobs, sequence.index, sequence.reused
+            )
+        )
+        if finish:
+            self.remove(sequence, finish)
 
     def _ends(self, sequence: Sequence, token: int) -> Finish | None:
-        if token in sequence.request.stop_ids:
+        request = sequence.request
+        complete = request.constraint is not None and request.constraint.accept(token)
+        if complete or token in request.stop_ids:
             return Finish.STOP
-        most = min(self.limits.max_context_tokens, self.pool.total * self.pool.block_tokens)
-        if len(sequence.output) >= sequence.request.max_tokens or sequence.length >= most:
+        if len(sequence.output) >= request.max_tokens or sequence.length >= self.max_tokens:
             return Finish.LENGTH
         return None
 
 
-def row_of(sequence: Sequence) -> Row:
-    """Returns a sequence's share of the next step."""
-    return Row(
-        sequence.pending, sequence.cached, tuple(sequence.blocks), len(sequence.output),
-        sequence.request.sampling,
-    )  # fmt: skip
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Sorts by who runs first: the higher priority, then who came first."""
+    return -sequence.request.priority, sequence.number
+
+
+def _follows(sequence: Sequence) -> bool:
+    """Whether it should wait for the KV of another answer to the same prompt."""
+    leader = sequence.leader
+    return bool(leader and leader.finish is None and not leader.output)

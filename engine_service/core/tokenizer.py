@@ -6,12 +6,14 @@ No torch. Templates are run in a sandbox: they come with the model, not from us.
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from engine_service.core.constraints import Grammars
 from engine_service.core.detokenizer import Detokenizer
 from engine_service.errors import InvalidRequest, ModelError
 
@@ -56,6 +58,11 @@ class TextCodec:
     def detokenizer(self) -> Detokenizer:
         """Returns a fresh detokenizer for one answer."""
         return Detokenizer(self._tokenizer.decode)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles what answers must look like. Made when it is first asked for: half a second."""
+        return Grammars(self._tokenizer.to_str(), self.vocab_size, sorted(self.end_ids))
 
     def _end_ids(self, generation: dict[str, Any]) -> frozenset[int]:
         """Every end-of-sequence token that any of the three files names."""

@@ -55,7 +55,7 @@ def record(runner: Runner, cache: KVCache, vocab_size: int) -> bytes:
         for position, tokens in _feed(prompt, steps, cache.max_positions):
             row = Row(tokens, position, cache.scratch[0], 0, Sampling())
             logits = runner.prefill(row)
-            sample(logits, [Sampling()], [0])  # refuses what is not finite
+            sample(logits, [row])  # refuses what is not finite
             top = logits[0].topk(min(_TOP, vocab_size))
             steps.append(ProbeStep(tuple(top.indices.tolist()), tuple(top.values.tolist())))
     return msgspec.msgpack.encode(Probe(prompt, tuple(steps)))

@@ -81,11 +81,11 @@ class Rank:
         self.arena.seal()
         return messages.Loaded(manifest, bytes_read)
 
-    def step(self, rows: tuple[messages.Row, ...]) -> messages.Tokens:
+    def step(self, rows: tuple[messages.Row, ...]) -> messages.Sampled:
         """Runs a batch. Raises `WrongState` while others could still write the weights."""
         if not self.arena.sealed:
             raise WrongState("the weights are not committed: nothing is served from them")
-        return messages.Tokens(self.runner.step(rows))
+        return self.runner.step(rows)
 
     def record_probe(self) -> messages.Recorded:
         """Runs and records the probe.

@@ -1,18 +1,21 @@
-"""Runs one step: rows in, one token per row out."""
+"""Runs one step: rows in, at most one token per row out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Row
+from engine_service.core.messages import Row, Sampled, TokenLogprobs
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.kv_cache import KVCache
+from engine_service.device.logits import logprobs
 from engine_service.device.models.llama import Llama
 from engine_service.device.sampler import sample
+
+_LOGITS_ROWS = 32
 
 
 class Graphs(Protocol):
@@ -41,27 +44,78 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Returns the sampled token of each row.
+    def step(self, rows: Sequence[Row]) -> Sampled:
+        """Runs rows and samples where a token is wanted.
 
         Raises `InvalidRequest` for a row that does not fit and `NonFiniteLogits`.
         """
-        logits = torch.empty(len(rows), self._model.config.vocab_size, device=self._cache.device)
+        found: dict[int, Tensor] = {}
+        prompt_logprobs = {}
         decoding = [index for index, row in enumerate(rows) if len(row.tokens) == 1]
         for index, row in enumerate(rows):
-            if len(row.tokens) != 1:
-                logits[index] = self.prefill(row)[0]
+            if len(row.tokens) == 1:
+                continue
+            hidden = self._hidden(row)
+            if row.following:
+                prompt_logprobs[index] = tuple(self._prompt_logprobs(row, hidden))
+            if row.samples:
+                found[index] = self._model.head.forward(hidden[-1:])[0]
+        logits = torch.empty(0)
         if decoding:
-            logits[decoding] = self.decode([rows[index] for index in decoding])
-        samplings = [row.sampling for row in rows]
-        return tuple(sample(logits, samplings, [row.output_index for row in rows]))
+            logits = self.decode([rows[index] for index in decoding])
+            found |= zip(decoding, logits, strict=True)
+            prompt_logprobs |= _of_single_tokens(rows, found)
+        wanted = [index for index, row in enumerate(rows) if row.samples]
+        if wanted and wanted != decoding:
+            logits = torch.stack([found[index] for index in wanted])
+        return _sampled(rows, wanted, logits, prompt_logprobs)
 
     def prefill(self, row: Row) -> Tensor:
         """Returns the logits after a row's last token, `[1, vocab_size]`."""
-        batch = make_batch([row], self._cache, self._model.config.vocab_size)
-        return self._model.forward(batch, self._cache)
+        return self._model.head.forward(self._hidden(row)[-1:])
 
     def decode(self, rows: Sequence[Row]) -> Tensor:
         """Returns the logits after one token of each row, `[rows, vocab_size]`."""
         batch = make_batch(rows, self._cache, self._model.config.vocab_size)
         return self._graphs.replay(batch)
+
+    def _hidden(self, row: Row) -> Tensor:
+        batch = make_batch([row], self._cache, self._model.config.vocab_size)
+        return self._model.hidden(batch, self._cache)
+
+    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> Iterator[TokenLogprobs]:
+        """Yields those of the tokens that follow; few rows of logits exist at a time."""
+        for begin in range(0, len(row.following), _LOGITS_ROWS):
+            following = row.following[begin : begin + _LOGITS_ROWS]
+            logits = self._model.head.forward(hidden[begin : begin + len(following)])
+            for scores, token in zip(logits, following, strict=True):
+                yield logprobs(scores, token, row.sampling.prompt_logprobs or 0)
+
+
+def _of_single_tokens(
+    rows: Sequence[Row], found: Mapping[int, Tensor]
+) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """A chunk of one token runs as a decode; its logits are those of what follows."""
+    return {
+        index: (logprobs(found[index], row.following[0], row.sampling.prompt_logprobs or 0),)
+        for index, row in enumerate(rows)
+        if row.following and len(row.tokens) == 1
+    }
+
+
+def _sampled(
+    rows: Sequence[Row],
+    wanted: Sequence[int],
+    logits: Tensor,
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+) -> Sampled:
+    """Samples the `wanted` rows, whose logits are given in their order."""
+    tokens, own = [-1] * len(rows), {}
+    if wanted:
+        chosen = sample(logits, [rows[index] for index in wanted])
+        for index, token, scores in zip(wanted, chosen, logits, strict=True):
+            tokens[index] = token
+            count = rows[index].sampling.logprobs
+            if count is not None:
+                own[index] = logprobs(scores, token, count)
+    return Sampled(tuple(tokens), own, prompt_logprobs)

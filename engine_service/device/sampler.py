@@ -8,29 +8,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Sampling
+from engine_service.core.messages import Row, Sampling
+from engine_service.device.logits import adjust, adjusts
 from engine_service.errors import NonFiniteLogits
 
 # Wide enough for almost every nucleus; a wider one costs a full sort.
 _SHORTLIST = 1024
 
 
-def sample(logits: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """Chooses one token per row.
 
     Args:
         logits: float32 `[rows, vocab_size]`.
-        samplings: How, one per row.
-        indices: Index of the token in its answer, one per row.
+        rows: How, one per row; `output_index` and the seed decide a draw.
 
     Raises:
         NonFiniteLogits: A row holds NaN or an infinity.
     """
     _check_finite(logits)
     tokens: list[int] = logits.argmax(1).tolist()
-    for row, (sampling, index) in enumerate(zip(samplings, indices, strict=True)):
-        if sampling.temperature > 0:
-            tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, index))
+    for index, row in enumerate(rows):
+        if row.sampling.temperature <= 0 and not adjusts(row):
+            continue
+        adjusted = adjust(logits[index], row)
+        if row.sampling.temperature > 0:
+            chance = uniform(row.sampling.seed, row.output_index)
+            tokens[index] = _draw(adjusted, row.sampling, chance)
+        else:
+            tokens[index] = int(adjusted.argmax())
     return tokens
 
 

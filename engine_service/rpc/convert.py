@@ -39,11 +39,13 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
         waiting=len(scheduler.waiting),
         kv_blocks_used=scheduler.pool.used,
         kv_blocks_total=scheduler.pool.total,
+        kv_blocks_cached=scheduler.pool.cached,
         limits=engine_pb2.Limits(
             max_context_tokens=scheduler.limits.max_context_tokens,
             max_running=scheduler.limits.max_running,
             max_waiting=scheduler.limits.max_waiting,
             kv_block_tokens=scheduler.limits.kv_block_tokens,
+            prefill_chunk_tokens=scheduler.limits.prefill_chunk_tokens,
         ),
         placement=weights_pb2.Placement(
             tensor_parallel_size=instance.placement.tensor_parallel_size,

@@ -57,6 +57,9 @@ class EngineCollector(Collector):
         yield _gauge("requests_running", "Requests that run.", len(scheduler.running))
         yield _gauge("requests_waiting", "Requests that wait.", len(scheduler.waiting))
         yield _gauge("kv_blocks_used", "KV blocks that are handed out.", scheduler.pool.used)
+        yield _gauge(
+            "kv_blocks_cached", "KV blocks that the prefix cache can find.", scheduler.pool.cached
+        )
         yield _gauge("kv_blocks_total", "KV blocks in all.", scheduler.pool.total)
         yield CounterMetricFamily(
             "seedrelay_engine_generated_tokens", "Tokens that were generated.",

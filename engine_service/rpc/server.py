@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from clients.credentials import NOTHING, Credentials
 from engine_service.core.lifecycle import Lifecycle
@@ -16,11 +17,17 @@ from relay_service import errors as relay_errors
 from relay_service.core.instance import State
 from relay_service.core.security import Security
 from relay_service.rpc import guard
-from seedrelay.v1 import engine_pb2
 
 SERVICE = "seedrelay.v1.EngineService"
+GATEWAY = "vllm.grpc.engine.VllmEngine"
 SCOPES = {
+    **{
+        f"/{GATEWAY}/{method}": frozenset({"generate"})
+        for method in vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name
+    },
+    f"/{GATEWAY}/FlushCache": frozenset({"control"}),
     f"/{SERVICE}/Generate": frozenset({"generate"}),
+    f"/{SERVICE}/Abort": frozenset({"control", "generate"}),
     f"/{SERVICE}/GetStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/WatchStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/PullWeights": frozenset({"control"}),
@@ -58,21 +65,17 @@ def add_standard_services(server: grpc.aio.Server) -> health.aio.HealthServicer:
     """Adds health and reflection."""
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    names = [service.full_name for service in engine_pb2.DESCRIPTOR.services_by_name.values()]
     reflection.enable_server_reflection(
-        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+        [SERVICE, GATEWAY, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
     return servicer
 
 
 async def follow(lifecycle: Lifecycle, servicer: health.aio.HealthServicer) -> None:
-    """Keeps health true: `""` says alive, the service's name says ready."""
+    """Keeps health true: `""` says alive, the services' names say ready."""
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     async for state in lifecycle.watch():
-        ready = state is State.READY
-        await servicer.set(
-            SERVICE,
-            health_pb2.HealthCheckResponse.SERVING
-            if ready
-            else health_pb2.HealthCheckResponse.NOT_SERVING,
-        )
+        answer = health_pb2.HealthCheckResponse
+        serving = answer.SERVING if state is State.READY else answer.NOT_SERVING
+        for name in (SERVICE, GATEWAY):
+            await servicer.set(name, serving)

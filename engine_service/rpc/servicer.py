@@ -8,17 +8,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
-from engine_service.core.request import GenerationRequest, TokenEvent
-from engine_service.core.tokenizer import TextCodec
-from engine_service.core.versions import Spans
-from engine_service.errors import InvalidRequest, NotReady
-from engine_service.rpc import convert, convert_request
+from engine_service.errors import InvalidRequest
+from engine_service.rpc import convert, convert_answer, convert_request
+from engine_service.rpc.admission import admit
 from engine_service.rpc.status import answers, streams
-from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
@@ -37,12 +33,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
         """Streams an answer; leaving the call frees its KV."""
         del context
-        codec = self._ready_codec()
-        wanted = convert_request.request_from_proto(request, codec)
-        answer = _Answer(wanted, codec.detokenizer())
-        async with contextlib.aclosing(self._instance.engine.generate(wanted)) as events:
-            async for event in events:
-                yield answer.chunk(event)
+        from_proto = convert_request.request_from_proto
+        _, pieces = await admit(self._instance, request.request, from_proto, request)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield convert_answer.piece_to_proto(piece)
+
+    @answers
+    async def Abort(  # noqa: N802
+        self, request: engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> engine_pb2.AbortResponse:
+        """Ends requests by name."""
+        del context
+        engine = self._instance.engine
+        return engine_pb2.AbortResponse(aborted=sum(map(engine.abort, set(request.requests))))
 
     @answers
     async def GetStatus(  # noqa: N802
@@ -84,40 +88,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             yield engine_pb2.PullWeightsResponse(report=report)
         finally:
             fill.cancel()
-
-    def _ready_codec(self) -> TextCodec:
-        lifecycle, codec = self._instance.lifecycle, self._instance.codec
-        if lifecycle.state is not State.READY or codec is None:
-            reason = f": {lifecycle.reason}" if lifecycle.reason else ""
-            raise NotReady(
-                f"{self._instance.identity.name} is {lifecycle.state}{reason}",
-                field="state", expected="READY", found=str(lifecycle.state),
-            )  # fmt: skip
-        return codec
-
-
-class _Answer:
-    """Turns the events of one answer into messages."""
-
-    def __init__(self, request: GenerationRequest, detokenizer: Detokenizer) -> None:
-        self._request = request
-        self._detokenizer = detokenizer
-        self._spans = Spans()
-
-    def chunk(self, event: TokenEvent) -> engine_pb2.GenerateResponse:
-        """Returns the message of one event; an end token has an id and no text."""
-        response = engine_pb2.GenerateResponse(
-            weight_version=event.weights.version, epoch=event.weights.epoch
-        )
-        if event.token is not None:
-            self._spans.add(event.weights)
-            response.token_ids.append(event.token)
-            if event.token not in self._request.stop_ids:
-                response.text = self._detokenizer.push(event.token)
-        if event.finish:
-            response.text += self._detokenizer.flush()
-            response.finish_reason = convert_request.FINISH[event.finish]
-            usage = convert_request.usage_to_proto(self._request, self._spans.tokens)
-            response.usage.CopyFrom(usage)
-            response.version_spans.extend(convert_request.spans_to_proto(self._spans.spans))
-        return response

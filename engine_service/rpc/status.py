@@ -26,6 +26,8 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
     errors.NotReady: _Code.UNAVAILABLE,
     errors.QueueFull: _Code.RESOURCE_EXHAUSTED,
+    errors.RequestExists: _Code.ALREADY_EXISTS,
+    errors.NotOffered: _Code.UNIMPLEMENTED,
     errors.WrongState: _Code.FAILED_PRECONDITION,
     errors.ModelError: _Code.FAILED_PRECONDITION,
     errors.ArenaError: _Code.INTERNAL,

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 
 import pytest
 from fakes import FakeRunner, eventually
 
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
-from engine_service.core.messages import Sampling
-from engine_service.core.request import Finish, GenerationRequest
+from engine_service.core.messages import Sampled, Sampling
+from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.core.versions import Spans
 from engine_service.errors import EngineError, InvalidRequest, NonFiniteLogits, RankDied
@@ -21,6 +22,21 @@ WEIGHTS = Weights("v1", "digest", 1)
 def request(*prompt: int, max_tokens: int = 5) -> GenerationRequest:
     """Returns a greedy request."""
     return GenerationRequest(prompt=prompt, sampling=Sampling(), max_tokens=max_tokens)
+
+
+async def events_of(engine: Engine, asked: GenerationRequest) -> AsyncGenerator[TokenEvent]:
+    """Yields the events of one answer, as its callers would read them."""
+    (sequence,) = engine.submit(asked)
+    try:
+        while True:
+            event = await sequence.events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if event.finish:
+                return
+    finally:
+        engine.end(sequence, Finish.ABORT)
 
 
 class Running:
@@ -36,7 +52,7 @@ class Running:
     async def tokens(self, *prompt: int, max_tokens: int = 5) -> list[int]:
         """Generates to the end."""
         asked = request(*prompt, max_tokens=max_tokens)
-        return [event.token async for event in self.engine.generate(asked)]
+        return [event.token async for event in events_of(self.engine, asked)]
 
 
 @pytest.fixture
@@ -51,7 +67,7 @@ async def running():
 
 async def test_a_stream(running):
     """Every token follows its predecessor, and the last event says why it ended."""
-    events = [event async for event in running.engine.generate(request(1, 2, 3, max_tokens=3))]
+    events = [event async for event in events_of(running.engine, request(1, 2, 3, max_tokens=3))]
     assert [(e.token, e.finish) for e in events] == [(4, None), (5, None), (6, Finish.LENGTH)]
     assert {event.weights for event in events} == {WEIGHTS}
     assert running.scheduler.pool.used == 0
@@ -80,7 +96,7 @@ async def test_an_idle_engine_makes_no_steps(running):
 
 async def test_leaving_frees_the_kv(running):
     """Leaving an answer, within a step or between two, frees its KV; others go on."""
-    leaving = running.engine.generate(request(1, max_tokens=500))
+    leaving = events_of(running.engine, request(1, max_tokens=500))
     staying = asyncio.create_task(running.tokens(100, max_tokens=50))
     assert (await anext(leaving)).token == 2
     await leaving.aclose()
@@ -137,7 +153,7 @@ async def test_a_step_that_answers_for_others(running, answer):
     """A runner that returns another number of tokens than rows counts as dead."""
 
     async def step(_rows):
-        return answer
+        return Sampled(answer)
 
     running.runner.step = step
     with pytest.raises(RankDied, match="tokens for 1 rows"):
@@ -154,7 +170,7 @@ async def test_a_request_that_cannot_be_served(running):
 
 async def test_a_token_carries_the_weights_of_its_step(running):
     """Tokens of a step are labelled with the weights that served when it began."""
-    events = running.engine.generate(request(1, max_tokens=3))
+    events = events_of(running.engine, request(1, max_tokens=3))
     seen = [await anext(events)]
     running.runner.gate.clear()
     running.runner.stepping.clear()
@@ -176,3 +192,16 @@ def test_spans():
     found = [(s.weights.version, s.start, s.end) for s in spans.spans]
     assert found == [("v1", 0, 2), ("v2", 2, 3), ("v1", 3, 4)]
     assert spans.tokens == 4
+
+
+async def test_a_request_that_could_not_be_prepared(running):
+    """Nothing is left of a request whose preparation failed: there is nothing to abort."""
+
+    def prepare() -> None:
+        with running.engine.expecting("r"):
+            assert running.engine.abort("r") == 1
+            raise InvalidRequest("not like this")
+
+    with pytest.raises(InvalidRequest):
+        prepare()
+    assert running.engine.abort("r") == 0

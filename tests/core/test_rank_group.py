@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine_service.core.messages import Command, Done, Step, Tokens
+from engine_service.core.messages import Command, Done, Sampled, Step
 from engine_service.core.ranks import RankGroup
 from engine_service.errors import CheckpointError, CollectiveFailed, RankDied
 
@@ -12,7 +12,7 @@ from engine_service.errors import CheckpointError, CollectiveFailed, RankDied
 class FakeWorker:
     """Answers every command with what it was given; nothing means never."""
 
-    def __init__(self, answer: Done | Tokens | Exception | None) -> None:
+    def __init__(self, answer: Done | Sampled | Exception | None) -> None:
         self.answer = answer
         self.process = self
         self.killed = False
@@ -41,8 +41,8 @@ def _group(*answers) -> RankGroup:
 
 async def test_tokens_that_differ_are_the_end():
     """No token is served that the ranks don't agree on."""
-    assert await _group(Tokens((1, 2)), Tokens((1, 2))).step(()) == (1, 2)
-    group = _group(Tokens((1, 2)), Tokens((1, 3)))
+    assert await _group(Sampled((1, 2)), Sampled((1, 2))).step(()) == Sampled((1, 2))
+    group = _group(Sampled((1, 2)), Sampled((1, 3)))
     with pytest.raises(RankDied, match="different tokens"):
         await group.step(())
     assert all(worker.killed for worker in group.workers)
@@ -53,7 +53,7 @@ async def test_the_cause_is_told_and_not_that_others_missed_it(first):
     """A rank that waited in vain says nothing about why."""
     answers = [CheckpointError("broken"), CollectiveFailed("nobody came")]
     with pytest.raises(CheckpointError, match="broken"):
-        await _group(answers[first], answers[1 - first]).same(Step(()), Tokens)
+        await _group(answers[first], answers[1 - first]).same(Step(()), Sampled)
 
 
 async def test_a_dead_rank_is_told_while_another_never_answers():
@@ -69,7 +69,7 @@ async def test_a_dead_rank_is_told_while_another_never_answers():
 async def test_an_error_of_one_rank_waits_for_the_others():
     """The stream of each rank is in order again when the caller hears of it."""
     group = _group(CheckpointError("broken"), None)
-    asked = asyncio.ensure_future(group.same(Step(()), Tokens))
+    asked = asyncio.ensure_future(group.same(Step(()), Sampled))
     for _ in range(5):
         await asyncio.sleep(0)
     assert not asked.done()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
+from engine_service.core.messages import Sampled
 from engine_service.device.batch import make_batch
 from engine_service.device.models.llama import Layer
 from engine_service.device.rank import Rank
@@ -45,7 +46,7 @@ def test_replay_equals_eager_for_every_context(captured):
     @torch.inference_mode()
     def step(rows):
         logits = [captured.runner.prefill(row) for row in rows]
-        return [int(row.argmax()) for row in logits]
+        return Sampled(tuple(int(row.argmax()) for row in logits))
 
     run(step, eager, 30)
     assert [s.output for s in sequences] == [s.output for s in eager]

@@ -105,3 +105,29 @@ def test_garbage_of_another_sequence_does_not_leak(captured):
     captured.cache.keys.zero_()
     captured.cache.values.zero_()
     assert [s.output for s in again] == [s.output for s in clean]
+
+
+@pytest.mark.parametrize("cuts", [(40,), (39, 40), (1, 2, 40), (16, 32, 40)])
+def test_log_probabilities_of_a_prompt(pair, cuts):
+    """However a prompt is cut, its tokens have the reference's log-probabilities."""
+    rank, reference = pair
+    prompt = PROMPTS[2]
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt])).logits[0]
+    expected = torch.log_softmax(logits, -1)[range(39), prompt[1:]]
+    sampling = Sampling(prompt_logprobs=2, logprobs=1)
+    found = []
+    for start, end in zip((0, *cuts[:-1]), cuts, strict=True):
+        following = tuple(prompt[start + 1 : end + 1])
+        row = Row(
+            tuple(prompt[start:end]), start, tuple(range(8)), 0, sampling, end == 40,
+            following=following,
+        )  # fmt: skip
+        sampled = rank.runner.step([row])
+        found += sampled.prompt_logprobs.get(0, ())
+        assert (sampled.tokens[0] == -1) == (end < 40)
+    assert [one.token for one in found] == prompt[1:]
+    assert torch.tensor([one.logprob for one in found]).allclose(expected, atol=1e-3)
+    assert all(len(one.top) == 2 for one in found)
+    own = sampled.logprobs[0]
+    assert (own.token, own.top[0][0]) == (sampled.tokens[0], int(logits[-1].argmax()))

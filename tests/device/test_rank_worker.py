@@ -26,9 +26,9 @@ from engine_service.core.messages import (
     Recorded,
     RecordProbe,
     Row,
+    Sampled,
     Sampling,
     Step,
-    Tokens,
 )
 from relay_service.memory.host import HostArena
 
@@ -62,8 +62,8 @@ class Worker:
     def step(self, rows):
         """Runs one step."""
         reply = self.ask(Step(rows))
-        assert isinstance(reply, Tokens), reply
-        return reply.tokens
+        assert isinstance(reply, Sampled), reply
+        return reply
 
     def _frame(self) -> bytes:
         while len(self._buffer) < 4 or len(self._buffer) < 4 + self._size():
@@ -176,7 +176,7 @@ def test_a_row_that_does_not_fit_is_refused(seed, row):
     failed = seed.ask(Step((row,)))
     assert isinstance(failed, Failed)
     assert failed.kind == "InvalidRequest"
-    assert len(seed.step((Sequence(PROMPT).row(),))) == 1
+    assert len(seed.step((Sequence(PROMPT).row(),)).tokens) == 1
 
 
 def test_a_worker_leaves_when_its_front_does(worker, tied):

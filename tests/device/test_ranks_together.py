@@ -17,8 +17,8 @@ from engine_service.core.messages import (
     Loaded,
     Recorded,
     RecordProbe,
+    Sampled,
     Step,
-    Tokens,
 )
 from engine_service.core.ranks import RankGroup
 from engine_service.errors import (
@@ -61,9 +61,8 @@ async def _tokens(group: RankGroup) -> list[list[int]]:
     sequences = [Sequence([1, 2, 3]), Sequence(range(20), first_block=8)]
     for step in range(STEPS):
         running = sequences if step else sequences[:1]
-        for sequence, token in zip(
-            running, await group.step(tuple(one.row() for one in running)), strict=True
-        ):
+        sampled = await group.step(tuple(one.row() for one in running))
+        for sequence, token in zip(running, sampled.tokens, strict=True):
             sequence.take(token)
     return [sequence.output for sequence in sequences]
 
@@ -169,5 +168,5 @@ async def test_a_checkpoint_that_breaks_for_one_rank_is_its_error(folder, tmp_pa
         await group.workers[1].send(loads[0])
         await group.workers[1].reply(Loaded)
         step = Step((Sequence([1, 2, 3]).row(),))
-        assert len({reply.tokens for reply in await group.same(step, Tokens)}) == 1
+        assert len({reply.tokens for reply in await group.same(step, Sampled)}) == 1
         await group.stop()

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_service.core.messages import Sampling
-from engine_service.device.sampler import sample, uniform
+from engine_service.core.messages import Row, Sampling
+from engine_service.device import sampler
+from engine_service.device.sampler import uniform
 from engine_service.errors import NonFiniteLogits
 
 VOCAB = 50
@@ -22,6 +23,12 @@ samplings = st.builds(
 
 def _logits(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(logits: torch.Tensor, samplings: list[Sampling], indices: list[int]) -> list[int]:
+    """Samples rows that want nothing else."""
+    pairs = zip(samplings, indices, strict=True)
+    return sampler.sample(logits, [Row((0,), 0, (0,), i, s) for s, i in pairs])
 
 
 def _allowed(logits: torch.Tensor, sampling: Sampling) -> set[int]:

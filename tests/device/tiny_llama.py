@@ -106,5 +106,5 @@ def run(step: Callable, sequences: list[Sequence], count: int) -> None:
     """Runs sequences together for a number of steps."""
     for _ in range(count):
         rows = tuple(sequence.row() for sequence in sequences)
-        for sequence, token in zip(sequences, step(rows), strict=True):
+        for sequence, token in zip(sequences, step(rows).tokens, strict=True):
             sequence.take(token)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stage import (
+    READY,
     Fleet,
     Stage,
     answer,
@@ -97,6 +98,28 @@ async def test_rank_killed(stage: Stage, model: Path) -> None:
     assert (await refusal(engine, request())).code == "UNAVAILABLE"
     assert engine.wait() == 1
     assert "rank 0" in engine.log_tail()
+
+
+async def test_ranks_are_started_again(stage: Stage, model: Path) -> None:
+    """If so configured, a killed rank costs a start: same address, same pid, another life."""
+    engine = stage.engine(model, "--on-rank-death", "restart")
+    before = await reach(engine)
+    expected = await answer(engine)
+    os.kill(before.ranks[0].pid, signal.SIGKILL)
+
+    async def another_life() -> engine_pb2.EngineStatus | None:
+        try:
+            status = await status_of(engine)
+        except ClientError:
+            return None
+        is_new = status.generation != before.generation
+        return status if is_new and status.state == READY else None
+
+    after = await eventually(another_life, seconds=60)
+    assert after.ranks[0].pid != before.ranks[0].pid
+    assert not _runs(before.ranks[0].pid)
+    assert await answer(engine) == expected
+    assert engine.stop() == 0
 
 
 async def test_front_killed_leaves_no_orphan(stage: Stage, model: Path) -> None:

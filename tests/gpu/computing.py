@@ -155,7 +155,7 @@ def _generate(place: Place, sampling: Sampling) -> list[list[int]]:
             for one, at, own in zip(tokens, done, blocks, strict=True)
         ]
         done = [len(one) for one in tokens]
-        for one, token in zip(tokens, place.runner.step(rows), strict=True):
+        for one, token in zip(tokens, place.runner.step(rows).tokens, strict=True):
             one.append(token)
     return [one[len(prompt) :] for one, prompt in zip(tokens, PROMPTS, strict=True)]
 

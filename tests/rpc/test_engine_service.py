@@ -1,116 +1,27 @@
-"""An engine over real sockets, with a runner that adds one instead of a model."""
+"""The engine service over real sockets, with a runner that adds one instead of a model."""
 
 import asyncio
 import contextlib
-import json
 from types import SimpleNamespace
 
 import grpc
 import pytest
-from fakes import FakeRunner, byte_level_tokenizer, eventually
+from engines import CONTEXT, tokens
+from fakes import eventually
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import clients.engine
-from clients.engine import EngineClient
 from clients.errors import CallFailed, DeadlineExceeded
-from engine_service.config import EngineConfig
-from engine_service.core.blocks import BlockPool
-from engine_service.core.engine import Engine
 from engine_service.core.fill import Filler
-from engine_service.core.instance import Identity, Instance
-from engine_service.core.scheduler import Limits, Scheduler
-from engine_service.core.tokenizer import TextCodec
+from engine_service.core.scheduler import Limits
 from engine_service.errors import NonFiniteLogits
-from engine_service.rpc import server as rpc
-from engine_service.rpc.servicer import EngineServicer
-from relay_service.core.instance import State, Weights
+from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
-VOCAB = 300
-CONTEXT = 64
-EOS = 250
 SERVICE = "seedrelay.v1.EngineService"
 NOT_READY = [state for state in State if state is not State.READY]
-
-
-class FakeRanks(FakeRunner):
-    """Ranks without processes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.workers, self.arenas, self.descriptors = [], [], []
-
-
-class Service:
-    """One engine service in this process."""
-
-    def __init__(self) -> None:
-        self.ranks = FakeRanks()
-        self.scheduler = Scheduler(Limits(CONTEXT, 4, 2, 4), BlockPool(32, 4))
-        self.instance = Instance(
-            EngineConfig(model="tiny", listen="127.0.0.1:0"),
-            Identity("one", "life", "tiny"),
-            self.ranks,
-            Engine(self.scheduler, self.ranks),
-            lambda _address: None,
-        )
-        self.instance.engine.weights = Weights("v1", "ab" * 16, 1)
-        self.instance.codec = TextCodec(
-            {
-                "tokenizer.json": byte_level_tokenizer().to_str().encode(),
-                "config.json": json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}).encode(),
-            }
-        )
-        self.instance.lifecycle.state = State.READY
-
-    async def start(self) -> None:
-        """Listens and runs steps."""
-        self._server = rpc.new_server()
-        address = rpc.bind(self._server, "127.0.0.1:0")
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(
-            EngineServicer(self.instance, Filler(self.instance)), self._server
-        )
-        health = rpc.add_standard_services(self._server)
-        await self._server.start()
-        self._tasks = [
-            asyncio.create_task(rpc.follow(self.instance.lifecycle, health)),
-            asyncio.create_task(self.instance.engine.run()),
-        ]
-        self.client = EngineClient(address)
-
-    async def stop(self) -> None:
-        """Ends it."""
-        await self.client.close()
-        await self._server.stop(0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def enter(self, state: State, reason: str = "") -> None:
-        """Puts the instance in a state, by whatever way."""
-        self.instance.lifecycle.state = State.STARTING
-        self.instance.lifecycle.to(State.FAILED)
-        self.instance.lifecycle.state, self.instance.lifecycle.reason = state, reason
-
-    async def answer(self, **request) -> list[engine_pb2.GenerateResponse]:
-        """Generates to the end."""
-        return [c async for c in self.client.generate(engine_pb2.GenerateRequest(**request))]
-
-
-@pytest.fixture
-async def service():
-    """A ready engine."""
-    service = Service()
-    await service.start()
-    yield service
-    await service.stop()
-
-
-def tokens(*ids: int, **sampling) -> dict:
-    """Returns a request with a tokenized prompt."""
-    return {"tokens": {"token_ids": ids}, "sampling": {"max_tokens": 3} | sampling}
 
 
 async def test_an_answer(service):
@@ -124,92 +35,6 @@ async def test_an_answer(service):
     assert last.finish_reason == engine_pb2.FINISH_REASON_LENGTH
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (1, 3)
     assert [(s.weight_version, s.start, s.end) for s in last.version_spans] == [("v1", 0, 3)]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "count", "finish"),
-    [
-        ({"max_tokens": 50}, 5, engine_pb2.FINISH_REASON_STOP),
-        ({"max_tokens": 7, "ignore_eos": True}, 7, engine_pb2.FINISH_REASON_LENGTH),
-        ({"stop_token_ids": [247]}, 2, engine_pb2.FINISH_REASON_STOP),
-        ({"stop_token_ids": [248], "ignore_eos": True}, 3, engine_pb2.FINISH_REASON_STOP),
-    ],
-)
-async def test_stops(service, sampling, count, finish):
-    """Answers end at the model's end tokens unless ignored, and at the caller's stop ids."""
-    chunks = await service.answer(**tokens(245, **sampling))
-    assert len(chunks) == count
-    assert chunks[-1].finish_reason == finish
-
-
-async def test_an_end_token_has_no_text(service):
-    """The token that ends an answer is counted and not shown."""
-    (chunk,) = await service.answer(**tokens(96, stop_token_ids=[97]))
-    assert (list(chunk.token_ids), chunk.text) == ([97], "")
-
-
-async def test_zero_means_the_default(service):
-    """Without a number of tokens an answer goes on to 128, or here to the end of the context."""
-    chunks = await service.answer(tokens={"token_ids": [1]})
-    assert len(chunks) == CONTEXT - 1
-
-
-@pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        ({}, "prompt"),
-        ({"text": ""}, "prompt"),
-        ({"tokens": {}}, "prompt"),
-        ({"chat": {}}, "chat.messages"),
-        ({"chat": {"messages": [{"role": "user", "content": "hi"}]}}, "chat"),
-        (tokens(-1), "tokens.token_ids"),
-        (tokens(VOCAB), "tokens.token_ids"),
-        (tokens((1 << 31) - 1), "tokens.token_ids"),
-        (tokens(-(1 << 31)), "tokens.token_ids"),
-        (tokens(*[1] * CONTEXT), "prompt"),
-        (tokens(*[1] * 100_000), "prompt"),
-        (tokens(1, max_tokens=-1), "sampling.max_tokens"),
-        (tokens(1, max_tokens=(1 << 31) - 1), "sampling.max_tokens"),
-        (tokens(1, temperature=float("nan")), "sampling.temperature"),
-        (tokens(1, temperature=float("inf")), "sampling.temperature"),
-        (tokens(1, temperature=-0.1), "sampling.temperature"),
-        (tokens(1, temperature=100.5), "sampling.temperature"),
-        (tokens(1, top_k=-1), "sampling.top_k"),
-        (tokens(1, top_p=float("nan")), "sampling.top_p"),
-        (tokens(1, top_p=1.5), "sampling.top_p"),
-        (tokens(1, top_p=-0.5), "sampling.top_p"),
-        (tokens(1, min_p=-0.1), "sampling.min_p"),
-        (tokens(1, min_p=1.1), "sampling.min_p"),
-        (tokens(1, stop_token_ids=[-1]), "sampling.stop_token_ids"),
-        (tokens(1, stop_token_ids=[VOCAB]), "sampling.stop_token_ids"),
-    ],
-)
-async def test_bad_input(service, request_, field):
-    """Bad input is refused by its field, and the next call on the channel is served."""
-    with pytest.raises(CallFailed) as refused:
-        await service.answer(**request_)
-    assert (refused.value.code, refused.value.reason) == ("INVALID_ARGUMENT", "InvalidRequest")
-    assert refused.value.details["field"] == field
-    assert (service.scheduler.pool.used, service.scheduler.running) == (0, [])
-    assert len(await service.answer(**tokens(1))) == 3
-
-
-async def test_the_edges_of_good_input(service):
-    """The last token id, the longest prompt and the extremes of sampling are served."""
-    assert len(await service.answer(**tokens(VOCAB - 1))) == 3
-    assert len(await service.answer(**tokens(*[1] * (CONTEXT - 1)))) == 1
-    extremes = {"temperature": 100, "top_k": 1 << 30, "top_p": 1, "min_p": 1, "seed": (1 << 64) - 1}
-    assert len(await service.answer(**tokens(1, **extremes))) == 3
-    sampled = service.ranks.steps[-1][0].sampling
-    assert (sampled.seed, sampled.top_p) == ((1 << 64) - 1, 1.0)
-
-
-async def test_a_request_beyond_the_message_limit(service):
-    """A request that is too large is refused with the limit, and the channel goes on."""
-    with pytest.raises(CallFailed, match=str(4 << 20)) as refused:
-        await service.answer(text="x" * (5 << 20))
-    assert refused.value.code == "RESOURCE_EXHAUSTED"
-    assert len(await service.answer(**tokens(1))) == 3
 
 
 # Ready or not
@@ -375,7 +200,7 @@ async def test_reflection(service):
     with contextlib.suppress(asyncio.CancelledError):
         call.cancel()
     names = {found.name for found in answer.list_services_response.service}
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    assert {SERVICE, "vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health"} <= names
 
 
 async def test_an_engine_that_hangs_during_a_pull(service, monkeypatch):

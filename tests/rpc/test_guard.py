@@ -7,6 +7,7 @@ import pytest
 from certificates import ALL_SCOPES, TOKEN, Authority, Tokens
 from fakes import same_weights
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from clients.channel import open_channel
 from clients.credentials import Credentials
@@ -62,11 +63,11 @@ async def test_metadata_has_a_limit(fleet, tokens):
 
 def test_every_method_has_scopes():
     """The tables name every method of every service, nothing else, and no unknown scope."""
-    for table, descriptor in (
-        (engine_rpc.SCOPES, engine_pb2.DESCRIPTOR),
-        (relay_rpc.SCOPES, relay_pb2.DESCRIPTOR),
+    for table, files in (
+        (engine_rpc.SCOPES, (engine_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR)),
+        (relay_rpc.SCOPES, (relay_pb2.DESCRIPTOR,)),
     ):
-        services = descriptor.services_by_name.values()
+        services = [s for file in files for s in file.services_by_name.values()]
         assert set(table) == {f"/{s.full_name}/{m.name}" for s in services for m in s.methods}
         assert all(scopes and scopes <= SCOPES for scopes in table.values())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ssl
 import urllib.error
 import urllib.request
@@ -13,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from clients.errors import CallFailed
 from engine_service.config import EngineConfig
+from engine_service.core.answers import answer
 from engine_service.core.blocks import BlockPool
+from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.engine import Engine
 from engine_service.core.instance import Identity, Instance
 from engine_service.core.messages import Sampling
@@ -138,9 +141,10 @@ async def test_an_engine():
     instance.engine.weights = Weights("v7", "ab" * 16, 3)
     stepping = asyncio.create_task(instance.engine.run())
     request = GenerationRequest(prompt=(1, 2), sampling=Sampling(), max_tokens=5)
-    async for _ in instance.engine.generate(request):
+    detokenizer = functools.partial(Detokenizer, lambda ids: " ".join(map(str, ids)))
+    async for _ in answer(instance.engine, request, detokenizer):
         pass
-    leaving = instance.engine.generate(request)
+    leaving = answer(instance.engine, request, detokenizer)
     await anext(leaving)
     await leaving.aclose()
     found = await scraped(address)

@@ -107,12 +107,16 @@ class Llama:
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""
+        return self.head.forward(self.hidden(batch, cache)[-batch.lengths.shape[0] :])
+
+    def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Returns what the head reads, `[tokens, hidden_size]`."""
         hidden, cos, sin = self.embedding.forward(batch.tokens, batch.positions)
         for layer, (keys, values) in zip(self.layers, cache.layers, strict=True):
             hidden = layer.forward(
                 hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
-        return self.head.forward(hidden[-batch.lengths.shape[0] :])
+        return hidden
 
 
 def _split(heads: Tensor, first: int) -> tuple[Tensor, Tensor]:

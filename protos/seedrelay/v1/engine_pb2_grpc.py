@@ -50,6 +50,11 @@ class EngineServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/seedrelay.v1.EngineService/Abort',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.PullWeights = channel.unary_stream(
                 '/seedrelay.v1.EngineService/PullWeights',
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.PullWeightsRequest.SerializeToString,
@@ -86,6 +91,14 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends requests by name, with what they have. Names that are not served are no
+        error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PullWeights(self, request, context):
         """Fills this dummy instance from a serving one and streams the progress. The
         last message carries the report; by then the instance is ready.
@@ -114,6 +127,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortResponse.SerializeToString,
             ),
             'PullWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.PullWeights,
@@ -203,6 +221,33 @@ class EngineService:
             '/seedrelay.v1.EngineService/WatchStatus',
             seedrelay_dot_v1_dot_engine__pb2.WatchStatusRequest.SerializeToString,
             seedrelay_dot_v1_dot_engine__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/Abort',
+            seedrelay_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

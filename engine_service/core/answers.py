@@ -1,0 +1,131 @@
+"""Token events → pieces of answers: text, stops, spans, counts. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from engine_service.core.detokenizer import Detokenizer
+from engine_service.core.engine import Engine
+from engine_service.core.messages import TokenLogprobs
+from engine_service.core.request import Finish, GenerationRequest, TokenEvent
+from engine_service.core.stops import StopFinder
+from engine_service.core.versions import Span, Spans
+from relay_service.core.instance import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an answer ended."""
+
+    finish: Finish
+    stop: str | int | None
+    """The text or the token that ended it, where one did."""
+    prompt_tokens: int
+    completion_tokens: int
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What came of one answer; the last one says how it ended."""
+
+    index: int
+    """Which of the answers to the request it belongs to."""
+    weights: Weights
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reused_tokens: int = 0
+    """Prompt tokens whose KV was there already."""
+    ending: Ending | None = None
+
+
+async def answer(
+    engine: Engine,
+    request: GenerationRequest,
+    detokenizer: Callable[[], Detokenizer],
+    answers: int = 1,
+) -> AsyncGenerator[Piece]:
+    """Streams the pieces of all answers to a request, until each has ended.
+
+    Leaving the iterator frees their KV and their slots. Raises what `Engine.submit`
+    does, or what ended the engine.
+    """
+    sequences = engine.submit(request, answers)
+    makers = [_Answer(request, index, detokenizer()) for index in range(answers)]
+    running = answers
+    try:
+        while running:
+            event = await sequences[0].events.get()
+            if isinstance(event, Exception):
+                for maker in makers:
+                    if not maker.has_ended:
+                        yield maker.broken(engine.weights)
+                raise event
+            maker = makers[event.index]
+            if maker.has_ended:
+                continue  # made in the step during which its stop text was found
+            piece = maker.take(event)
+            if piece.ending:
+                running -= 1
+                engine.end(sequences[event.index], piece.ending.finish)
+            yield piece
+    finally:
+        for sequence in sequences:
+            engine.end(sequence, Finish.ABORT)
+
+
+class _Answer:
+    """Makes the pieces of one answer."""
+
+    def __init__(self, request: GenerationRequest, index: int, detokenizer: Detokenizer) -> None:
+        self._request = request
+        self._index = index
+        self._detokenizer = detokenizer
+        self._stops = StopFinder(request.stop_texts, shows_stop=request.shows_stop)
+        self._spans = Spans()
+        self._reused = 0
+        self.has_ended = False
+
+    def take(self, event: TokenEvent) -> Piece:
+        """Returns the piece of one event; an end token has an id and no text."""
+        text, finish = "", event.finish
+        stop: str | int | None = None
+        if event.token is not None:
+            self._spans.add(event.weights)
+            self._reused = event.reused
+            if event.token in self._request.stop_ids and finish is Finish.STOP:
+                stop = event.token
+            else:
+                text = self._push(self._detokenizer.push(event.token))
+        if finish and not self._stops.found:
+            text += self._push(self._detokenizer.flush())
+        if self._stops.found:
+            finish, stop = Finish.STOP, self._stops.found
+        elif finish:
+            text += self._stops.flush()
+        self.has_ended = finish is not None
+        return Piece(
+            index=self._index, weights=event.weights,
+            tokens=[] if event.token is None else [event.token], text=text,
+            logprobs=event.logprobs, prompt_logprobs=event.prompt_logprobs,
+            reused_tokens=self._reused, ending=self._ending(finish, stop) if finish else None,
+        )  # fmt: skip
+
+    def broken(self, weights: Weights) -> Piece:
+        """Returns the last piece of an answer that an error ends."""
+        return self.take(TokenEvent(None, weights, Finish.ERROR, index=self._index))
+
+    def _push(self, piece: str) -> str:
+        """No stop text ends an answer before its fewest tokens are there."""
+        if self._spans.tokens < self._request.min_tokens:
+            return piece
+        return self._stops.push(piece)
+
+    def _ending(self, finish: Finish, stop: str | int | None) -> Ending:
+        return Ending(
+            finish=finish, stop=stop, prompt_tokens=len(self._request.prompt),
+            completion_tokens=self._spans.tokens, spans=self._spans.spans,
+        )  # fmt: skip
