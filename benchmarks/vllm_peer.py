@@ -51,7 +51,7 @@ class VllmPeer:
 
     def __init__(self, python: str, model: Path, dtype: str, log: Path) -> None:
         began = time.monotonic()
-        program = log.with_suffix(".py")
+        program = log.with_name("be_peer.py")  # not a name that it imports
         program.write_text(_PROGRAM, encoding="utf-8")
         cores = f"0-{(os.cpu_count() or 1) - 1}"
         environment = {

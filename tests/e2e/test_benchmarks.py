@@ -50,3 +50,15 @@ def test_seed_impact_runs() -> None:
     assert rates.pop("idle") == 0
     assert len(rates) == 4
     assert all(rates.values())
+
+
+def test_engine_throughput_runs() -> None:
+    """Every engine generates in every case, and a prompt that was seen is answered sooner."""
+    written = _run("engine_throughput")
+    assert {
+        "decode_over_transformers_b1", "decode_over_transformers_b8",
+        "decode_over_bandwidth_limit_b1", "prefix_hit_first_token_over_fresh",
+    } <= written["figures"].keys()  # fmt: skip
+    assert all(row["tokens_per_second"] > 0 for row in written["rows"])
+    engines = {row["method"].split()[0] for row in written["rows"]}
+    assert engines == {"seedrelay", "transformers"}
