@@ -1,8 +1,10 @@
 """What a caller may ask of an answer, what comes of it, and what is refused."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import random
 import threading
 
 import pytest
@@ -265,3 +267,31 @@ async def test_a_prompt_that_takes_long_to_read(service, monkeypatch):
     assert len(await service.answer(**tokens(1))) == 3
     go_on.set()
     assert len(await reading) == 1
+
+
+async def test_leaving_at_any_point_leaks_nothing(service):
+    """However often and whenever callers leave or abort, every block comes back."""
+    chance = random.Random(5)  # noqa: S311 (moments, not secrets)
+    for number in range(300):
+        asked = tokens(*range(chance.randint(1, 40)), max_tokens=20, n=chance.randint(1, 2))
+        stream = service.client.generate(engine_pb2.GenerateRequest(request=str(number), **asked))
+        reading = asyncio.ensure_future(_read(stream, chance.randint(0, 12)))
+        for _ in range(chance.randint(0, 6)):
+            await asyncio.sleep(0)
+        if number % 3 == 0:
+            reading.cancel()
+        elif number % 3 == 1:
+            await service.client.abort([str(number)])
+        await asyncio.wait([reading])
+    scheduler = service.scheduler
+    await eventually(lambda: not scheduler.running and not scheduler.waiting)
+    assert scheduler.pool.used == 0
+    assert len(await service.answer(**tokens(*range(CONTEXT - 1)))) == 1
+
+
+async def _read(stream, count: int) -> None:
+    """Reads so many messages of a stream at most, and leaves it."""
+    async with contextlib.aclosing(stream):
+        for _ in range(count):
+            if await anext(stream, None) is None:
+                return
