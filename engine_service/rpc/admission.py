@@ -27,5 +27,5 @@ async def admit(
     # meanwhile may abort by name and never ask again.
     with instance.engine.expecting(name):
         wanted, count = await asyncio.to_thread(from_proto, message, codec)
-    instance.ready_codec()
+        instance.ready_codec()
     return wanted, answer(instance.engine, wanted, codec.detokenizer, count)
