@@ -106,7 +106,7 @@ async def _finishes(cast: Cast, target: Service, how: str, source: str, filling:
     assert outcome.path == [(source, "complete")]
     assert outcome.bytes_wasted == 0
     await relay_status(cast.roles["target_relay"])
-    assert await no_leases(cast.roles["seed_relay"])
+    await eventually(lambda: no_leases(cast.roles["seed_relay"]))
     await assert_serves(target, cast)
 
 

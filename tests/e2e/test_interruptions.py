@@ -60,7 +60,7 @@ async def test_a_cut_connection(cast: Cast, stage: Stage) -> None:
     assert all(step.bytes_verified for step in outcome.report.path)
     assert outcome.bytes_wasted <= BLOCK_BYTES
     await assert_serves(target, cast)
-    assert await no_leases(relay)
+    await eventually(lambda: no_leases(relay))
     proxy.close()
 
 
