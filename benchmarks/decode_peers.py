@@ -28,7 +28,7 @@ class Ours:
 
     def __init__(self, engine: Service) -> None:
         self._engine = engine
-        self.processes = [engine.pid]
+        self.pid = engine.pid
 
     def generate(self, prompts: Prompts, tokens: int) -> Stamps:
         """Generates exactly so many tokens for each prompt."""
@@ -61,7 +61,7 @@ class Peer:
 
     def __init__(self, name: str, pid: int, pipe: Connection) -> None:
         self.name = name
-        self.processes = [pid]
+        self.pid = pid
         self._pipe = pipe
 
     def generate(self, prompts: Prompts, tokens: int) -> Stamps:

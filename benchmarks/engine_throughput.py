@@ -1,7 +1,7 @@
 """How fast does the engine generate, beside others on the same model and the same machine?
 
-Same model, dtype, prompts and compute threads; one engine works at a time, in interleaved
-rounds with fresh random prompts:
+Same model, dtype, prompts and compute threads; one engine works at a time, the others are
+stopped meanwhile (some poll), in interleaved rounds with fresh random prompts:
 
     seedrelay      a real engine process, measured by a client over gRPC
     transformers   `generate` of the library, one batch
@@ -74,7 +74,8 @@ class Bench:
         for number in range(min(self._rounds, rounds or self._rounds) + 1):
             for engine in self._engines:
                 prompts = self._prompts(batch, context - tokens // 2)
-                stamps = engine.generate(prompts, tokens)
+                with table.alone(engine.pid, [other.pid for other in self._engines]):
+                    stamps = engine.generate(prompts, tokens)
                 if number:
                     row = {"method": f"{engine.name} {name}", "round": number, **_judge(stamps)}
                     self.rows.append(row)
@@ -87,7 +88,9 @@ class Bench:
         for number in range(self._rounds + 1):
             prompts = self._prompts(1, context)
             for method in ("seedrelay prompt fresh", "seedrelay prompt seen"):
-                row = {"method": method, "round": number, **_judge(ours.generate(prompts, 8))}
+                with table.alone(ours.pid, [other.pid for other in self._engines]):
+                    stamps = ours.generate(prompts, 8)
+                row = {"method": method, "round": number, **_judge(stamps)}
                 if number:
                     self.rows.append(row)
 

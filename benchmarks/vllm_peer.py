@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Self
+
+from benchmarks import table
 
 READY_SECONDS = 600.0
 _PROGRAM = """
@@ -64,6 +67,7 @@ class VllmPeer:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                 env=environment,
             )  # fmt: skip
+        self.pid = self._process.pid
         if self._line() != "ready":
             self._process.kill()
             raise SystemExit(f"vLLM does not come up:\n{log.read_text(errors='replace')[-2000:]}")
@@ -73,6 +77,7 @@ class VllmPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        table.signal_tree(self.pid, signal.SIGCONT)
         if self._process.stdin:
             self._process.stdin.close()
         try:
