@@ -16,6 +16,7 @@ from clients.engine import EngineClient
 from clients.errors import ClientError
 from clients.launch import Service
 from clients.relay import RelayClient
+from relay_service.rpc import convert
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 RATE = 10 << 20
@@ -77,9 +78,18 @@ class Cast:
             self.roles[role] = self._relay(role, service.address)
 
     async def unleased(self) -> None:
-        """Waits until nobody holds a lease any more: dead readers' leases end by themselves."""
+        """Waits until nobody holds a lease any more: dead readers' leases end by themselves.
+
+        Every relay must know it too: who is asked first depends on it.
+        """
         for role in ("seed_relay", "target_relay"):
             await eventually(lambda role=role: no_leases(self.roles[role]), LEASE_LIMIT_SECONDS)
+
+        async def known() -> bool:
+            seen = (await relay_status(self.roles["target_relay"])).instances
+            return not any(convert.instance_from_proto(one).leases for one in seen)
+
+        await eventually(known)
 
     async def dummy(self) -> Service:
         """Starts a target that waits to be filled."""

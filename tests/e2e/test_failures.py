@@ -58,6 +58,7 @@ def _matrix() -> Iterator[object]:
 async def target(cast: Cast) -> AsyncIterator[Service]:
     """A dummy; when it has gone every survivor holds what it held before it came."""
     await cast.whole()
+    await cast.unleased()
     before = {role: held(service) for role, service in cast.roles.items()}
     pids = {role: service.pid for role, service in cast.roles.items()}
     target = await cast.dummy()
