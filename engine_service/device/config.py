@@ -28,11 +28,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float
     max_positions: int
 
-    @property
-    def qkv_rows(self) -> int:
-        """Rows of the fused projection: all query, key and value heads."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
 
 class _RawConfig(msgspec.Struct, kw_only=True):
     """The part of a `config.json` that we read, by the names that it uses."""
