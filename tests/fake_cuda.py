@@ -76,8 +76,7 @@ class FakeDriver:
         return int(_link(self._handles[handle]).split(_NAME)[1].split()[0])
 
     def release(self, handle: int) -> None:
-        os.close(self._handles.pop(handle))
-        self.live["handle"] -= 1
+        os.close(self._drop("handle", self._handles, handle))
 
     def map(self, handle: int, device: int, nbytes: int, *, writable: bool) -> int:
         self._need_context()
@@ -86,32 +85,33 @@ class FakeDriver:
             raise _failed("cuMemMap", "CUDA_ERROR_INVALID_VALUE")
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-        self._maps[address] = nbytes, writable
-        self.live["map"] += 1
+        with self._lock:
+            self._maps[address] = nbytes, writable
+            self.live["map"] += 1
         return address
 
     def unmap(self, address: int, nbytes: int) -> None:
-        assert self._maps.pop(address)[0] == nbytes
+        with self._lock:
+            assert self._maps.pop(address)[0] == nbytes
+            self.live["map"] -= 1
         _libc.munmap(address, nbytes)
-        self.live["map"] -= 1
 
     def allocate_pinned(self, nbytes: int) -> int:
         self._need_context()
         buffer = ctypes.create_string_buffer(nbytes)
-        self._pinned[ctypes.addressof(buffer)] = buffer
-        self.live["pinned"] += 1
+        with self._lock:
+            self._pinned[ctypes.addressof(buffer)] = buffer
+            self.live["pinned"] += 1
         return ctypes.addressof(buffer)
 
     def free_pinned(self, address: int) -> None:
-        del self._pinned[address]
-        self.live["pinned"] -= 1
+        self._drop("pinned", self._pinned, address)
 
     def create_stream(self) -> int:
         return self._create("stream", self._streams, [])
 
     def destroy_stream(self, stream: int) -> None:
-        assert not self._streams.pop(stream), "work was under way"
-        self.live["stream"] -= 1
+        assert not self._drop("stream", self._streams, stream), "work was under way"
 
     def synchronize(self, stream: int) -> None:
         self._need_context()
@@ -121,8 +121,7 @@ class FakeDriver:
         return self._create("event", self._events, (0, 0))
 
     def destroy_event(self, event: int) -> None:
-        del self._events[event]
-        self.live["event"] -= 1
+        self._drop("event", self._events, event)
 
     def record(self, event: int, stream: int) -> None:
         with self._lock:
@@ -154,19 +153,25 @@ class FakeDriver:
             self.live[kind] += 1
             return number
 
+    def _drop(self, kind: str, where: dict, number: int):
+        with self._lock:
+            self.live[kind] -= 1
+            return where.pop(number)
+
     def _need_context(self) -> None:
         if getattr(self._context, "device", None) is None:
             raise _failed("a call", "CUDA_ERROR_INVALID_CONTEXT")
 
     def _check(self, device: int, host: int, nbytes: int, *, write: bool) -> None:
         self._need_context()
-        pinned = any(a <= host and host + nbytes <= a + len(b) for a, b in self._pinned.items())
-        assert pinned, "memory that isn't pinned"
-        sizes = [
-            (address, size) for address, (size, writable) in self._maps.items()
-            if writable or not write
-        ]  # fmt: skip
-        if not any(a <= device and device + nbytes <= a + size for a, size in sizes):
+        with self._lock:  # several threads copy, and others create and free meanwhile
+            pinned = [(address, len(buffer)) for address, buffer in self._pinned.items()]
+            mapped = [
+                (address, size) for address, (size, writable) in self._maps.items()
+                if writable or not write
+            ]  # fmt: skip
+        assert _within(host, nbytes, pinned), "memory that isn't pinned"
+        if not _within(device, nbytes, mapped):
             raise _failed("a copy", "CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def _later(self, stream: int, work: Callable[[], object]) -> None:
@@ -181,6 +186,10 @@ class FakeDriver:
                     fault, self.fault = self.fault, None
                     raise fault
                 work()
+
+
+def _within(start: int, nbytes: int, spans: list[tuple[int, int]]) -> bool:
+    return any(a <= start and start + nbytes <= a + size for a, size in spans)
 
 
 def _link(fd: int) -> str:
