@@ -40,6 +40,8 @@ class EngineConfig:
     """Expert-parallel ranks."""
     dtype: str = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
+    weight_format: str = "auto"
+    """How weight matrices are held: `plain`, `packed`, or `auto` for what serves fastest."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     threads: int = 0

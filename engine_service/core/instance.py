@@ -248,6 +248,6 @@ class Instance:
             rank=rank, world_size=config.tensor_parallel_size,
             generation=self.identity.generation, dtype=dtype, device=config.device,
             threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
-            kv_blocks=config.kv_blocks,
+            kv_blocks=config.kv_blocks, weight_format=config.weight_format,
             collective_timeout_seconds=config.collective_timeout_seconds,
         )  # fmt: skip

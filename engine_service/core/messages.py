@@ -24,6 +24,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     kv_block_tokens: int
     kv_blocks: int
+    weight_format: str = "auto"
+    """How weight matrices are held: a format's name, or `auto`."""
     collective_timeout_seconds: float = 30.0
     """Time in which all ranks must come to what they compute together."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from engine_service.device.formats.linear import Linear
 from engine_service.device.layers import Stage
 from engine_service.device.paths import attribute_path, storage_address
 from engine_service.device.tolerance import relative_difference, tolerance
@@ -69,13 +70,13 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
 
 def prove(stage: Stage, graph: Graph, inputs: Sequence[Tensor]) -> None:
     """Compares a graph with its stage on random weights. Raises `CaptureError`."""
-    weights = [_random_like(weight, stage) for weight in stage.weights()]
+    weights = [tensor for held in stage.held() for tensor in _random_like(held, stage)]
     expected = stage.bound(weights).forward(*inputs)
     found = graph(*weights, *inputs)
     if isinstance(expected, Tensor):
         expected, found = (expected,), (found,)
     for one, other in zip(expected, found, strict=True):
-        if not relative_difference(one, other) <= tolerance(weights[0].dtype):
+        if not relative_difference(one, other) <= tolerance(stage.dtype):
             raise CaptureError(f"the graph of the {_name(stage)} does not compute what eager does")
 
 
@@ -87,16 +88,22 @@ def check_uniform(layers: Sequence[Stage]) -> None:
             raise CaptureError(f"layer {index} is not built like layer 0", layer=str(index))
 
 
-def _random_like(weight: Tensor, stage: Stage) -> Tensor:
-    """Tables by token or position are cut short: the graph takes any number of rows.
+def _random_like(held: Tensor | Linear, stage: Stage) -> list[Tensor]:
+    """Tables by token or position are cut short: the graph takes any number of rows."""
+    size: tuple[int, ...] = tuple(held.shape)
+    dtype = held.dtype if isinstance(held, Tensor) else stage.dtype
+    if stage.TABLES and len(size) > 1:
+        size = (min(size[0], _PROOF_ROWS), *size[1:])
+    drawn = _random(size, dtype)
+    return held.holding(drawn) if isinstance(held, Linear) else [drawn]
 
-    Random numbers are repeated beyond a prime count, so that no two rows are alike.
-    """
-    rows = min(len(weight), _PROOF_ROWS) if stage.TABLES and weight.dim() > 1 else len(weight)
-    count = rows * math.prod(weight.shape[1:])
-    drawn = torch.rand(min(count, _PROOF_NUMBERS)).sub_(0.5).to(weight.dtype)
+
+def _random(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random numbers are repeated beyond a prime count, so that no two rows are alike."""
+    count = math.prod(size)
+    drawn = torch.rand(min(count, _PROOF_NUMBERS)).sub_(0.5).to(dtype)
     repeated = drawn.repeat(-(-count // len(drawn)))[:count] if count else drawn
-    return repeated.view(rows, *weight.shape[1:])
+    return repeated.view(size)
 
 
 def _name(stage: Stage) -> str:

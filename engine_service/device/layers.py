@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_service.device.formats.linear import Linear
 from engine_service.device.parallel import Group
 
 
 class Stage:
     """A part of a model whose weights can be exchanged for tracing.
 
-    A subclass lists its weights in `WEIGHTS` and holds each as an attribute.
+    A subclass lists its weights in `WEIGHTS` and holds each as an attribute, a matrix that
+    has a format as a `Linear`.
     """
 
     WEIGHTS: ClassVar[tuple[str, ...]] = ()
@@ -26,14 +28,25 @@ class Stage:
     """Computes the stage."""
 
     def weights(self) -> list[Tensor]:
+        """Returns the tensors of all weights, in the order of `WEIGHTS`."""
+        return [tensor for held in self.held() for tensor in _tensors(held)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the stage computes."""
+        return next(held.dtype for held in self.held() if isinstance(held, Tensor))
+
+    def held(self) -> list[Tensor | Linear]:
         """Returns the weights, in the order of `WEIGHTS`."""
         return [getattr(self, name) for name in self.WEIGHTS]
 
     def bound(self, weights: Sequence[Tensor]) -> Self:
         """Returns a twin of this stage that reads other weights."""
-        twin = copy.copy(self)
-        for name, weight in zip(self.WEIGHTS, weights, strict=True):
-            setattr(twin, name, weight)
+        twin, rest = copy.copy(self), list(weights)
+        for name, held in zip(self.WEIGHTS, self.held(), strict=True):
+            count = len(_tensors(held))
+            mine, rest = rest[:count], rest[count:]
+            setattr(twin, name, held.bound(mine) if isinstance(held, Linear) else mine[0])
         return twin
 
 
@@ -82,3 +95,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Gates the second half of each row by the first (arxiv.org/abs/2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
+
+
+def _tensors(held: Tensor | Linear) -> tuple[Tensor, ...]:
+    return held.tensors if isinstance(held, Linear) else (held,)

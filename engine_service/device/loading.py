@@ -1,14 +1,16 @@
 """Fills an arena from a checkpoint folder, digesting each block as it is completed.
 
-A unit is filled in ascending order, a piece of one block at a time: read (or
-converted) straight into the arena, then digested while it is still in cache.
+A unit whose bytes are the checkpoint's is filled in ascending order, a piece of one block at
+a time: read (or converted) straight into the arena, then digested while it is still in
+cache. A unit with matrices of another format is filled tensor by tensor: one matrix is
+read, processed into the arena and freed, and the unit is digested at its end.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
 from engine_service.device.dtypes import stored_dtype
 from engine_service.device.fitting import check_fit
+from engine_service.device.formats.linear import Linear
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import CheckpointError
@@ -35,6 +38,7 @@ def load(
     folder: Path,
     slices: Mapping[str, Slice],
     computed: Mapping[str, Tensor],
+    matrices: Iterable[Linear] = (),
     *,
     progress: Progress = lambda _done, _total: None,
     digest: Digest = block_digest,
@@ -46,6 +50,7 @@ def load(
         folder: A checkpoint folder.
         slices: What to take of every checkpoint tensor that the model needs, by name.
         computed: Contents of the arena's tensors that no checkpoint holds, by name.
+        matrices: Of the model on this arena.
         progress: Called with bytes read so far and in all.
         digest: Digests one block.
 
@@ -58,13 +63,16 @@ def load(
     stored = open_checkpoint(folder)
     check_fit(stored, {name: piece.whole for name, piece in slices.items()})
     parts = {name: _Part(stored[name], piece) for name, piece in slices.items()}
+    processed = {name: one for one in matrices if not one.layout.streams for name in one.names}
     with ExitStack() as stack:
         files = {
             path: stack.enter_context(path.open("rb", buffering=0)).fileno()
             for path in {part.stored.path for part in parts.values()}
         }
         total = sum(part.nbytes for part in parts.values())
-        filling = _Filling(arena, parts, files, computed, lambda done: progress(done, total))
+        filling = _Filling(
+            arena, parts, files, computed, processed, lambda done: progress(done, total)
+        )
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
     arena.flush()
     return arena.manifest.with_digests(digests), filling.bytes_read
@@ -87,19 +95,56 @@ class _Filling:
 
     def __init__(
         self, arena: Arena, parts: Mapping[str, _Part], files: Mapping[Path, int],
-        computed: Mapping[str, Tensor], progress: Callable[[int], None],
+        computed: Mapping[str, Tensor], processed: Mapping[str, Linear],
+        progress: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._arena = arena
         self._parts = parts
         self._files = files
         self._computed = computed
+        self._processed = processed
         self._progress = progress
         self._start = 0
         self._block = memoryview(b"")
         self.bytes_read = 0
 
     def fill(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
-        """Fills a unit; yields each block's digest as soon as the block is complete."""
+        """Fills a unit; yields each block's digest, in order."""
+        if any(entry.name in self._processed for entry in unit.tensors):
+            return self._fill_tensors(unit, digest)
+        return self._fill_blocks(unit, digest)
+
+    def _fill_tensors(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
+        for entry in unit.tensors:
+            matrix = self._processed.get(entry.name)
+            if entry.alias or (matrix and entry.name != matrix.names[0]):
+                continue  # it comes with another one
+            if not entry.logical:
+                self._arena.tensors[entry.name].copy_(self._computed[entry.name])
+            elif matrix:
+                matrix.fill(self._whole(entry))
+            else:
+                self._arena.tensors[entry.name].copy_(self._whole(entry).view(entry.shape))
+        self._arena.flush()
+        for start in range(unit.offset, unit.offset + unit.nbytes, BLOCK_BYTES):
+            nbytes = min(BLOCK_BYTES, unit.offset + unit.nbytes - start)
+            yield digest(self._arena.view(start, nbytes))
+
+    def _whole(self, entry: TensorEntry) -> Tensor:
+        """Reads all that a tensor is made of: `[rows, columns]`, `[1, n]` of one dimension."""
+        parts = [self._parts[name] for name in entry.logical.split("+")]
+        return torch.cat([self._matrix(part, entry.dtype) for part in parts])
+
+    def _matrix(self, part: _Part, dtype: DType) -> Tensor:
+        found, count = stored_dtype(part.stored.dtype) or dtype, part.slice.elements
+        raw = bytearray(count * found.itemsize)
+        self._read(part, 0, count, memoryview(raw))
+        self._progress(self.bytes_read)
+        columns = part.slice.shape[-1]
+        return torch.frombuffer(raw, dtype=TORCH_DTYPES[found]).view(-1, columns)
+
+    def _fill_blocks(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
+        """Yields a digest as soon as its block is complete."""
         end, pieces = unit.offset + unit.nbytes, self._fill_pieces(unit)
         for start in range(unit.offset, end, BLOCK_BYTES):
             nbytes = min(BLOCK_BYTES, end - start)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine_service.core import messages
 from engine_service.device.config import ModelConfig, parse_config
 from engine_service.device.dtypes import served_dtype
+from engine_service.device.formats.layouts import Layout, choose_layout
 from engine_service.device.models import llama_format
 from engine_service.device.sharding import Shard, check_divides
 from engine_service.errors import ConfigError, ModelError
@@ -36,6 +37,7 @@ class Plan:
     config: ModelConfig
     dtype: DType
     shard: Shard
+    layout: Layout
     manifest: Manifest
     """Without digests."""
     memory: Memory | None
@@ -70,10 +72,11 @@ def plan(start: messages.Start) -> Plan:
     config, dtype = parse_config(start.files["config.json"]), served_dtype(settings.dtype)
     shard = Shard(settings.rank, settings.world_size)
     check_divides(config, settings.world_size)
-    manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard))
+    layout = choose_layout(settings.weight_format, dtype, settings.device)
+    manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard, layout))
     memory = allocate(manifest, settings.generation) if settings.device == "cpu" else None
-    facts = llama_format.facts(config, settings.dtype)
-    return Plan(config, dtype, shard, manifest, memory, facts)
+    facts = llama_format.facts(config, settings.dtype, layout)
+    return Plan(config, dtype, shard, layout, manifest, memory, facts)
 
 
 def _check_placement(settings: messages.RankConfig) -> None:

@@ -42,7 +42,7 @@ class Rank:
         self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(self.config, self.shard)
         group = join(settings, rendezvous_fd, device.meet)
-        self.model = Llama(own, self.arena.tensors, group)
+        self.model = Llama(own, self.arena.tensors, group, planned.layout)
         self.cache = KVCache(
             own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens, device.torch
         )
@@ -76,6 +76,7 @@ class Rank:
             folder,
             llama_format.checkpoint_slices(self.config, self.shard),
             llama_format.computed_tensors(self.config),
+            self.model.matrices(),
             progress=progress,
         )
         self.arena.seal()

@@ -25,3 +25,4 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.F8_E8M0: torch.float8_e8m0fnu,
     DType.F4_E2M1X2: torch.float4_e2m1fn_x2,
 }
+MANIFEST_DTYPES = {found: dtype for dtype, found in TORCH_DTYPES.items()}

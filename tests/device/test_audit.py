@@ -47,7 +47,8 @@ def test_a_hidden_derived_tensor_is_named(tied, monkeypatch, path, start):
 def test_a_rebound_weight_is_named(tied):
     """A weight that was replaced rather than copied lies outside the arena."""
     rank = serving_rank(tied)
-    rank.model.layers[2].down = rank.model.layers[2].down.clone()
+    down = rank.model.layers[2].down
+    rank.model.layers[2].down = down.bound([tensor.clone() for tensor in down.tensors])
     with pytest.raises(ArenaError, match=r"layers\.2\.down"):
         audit(rank.model, rank.arena, rank.cache)
 

@@ -69,7 +69,7 @@ def test_rebinding_a_weight_does_not_reach_the_graph(rank):
     """A new tensor in a weight's place changes eager and leaves replay on the arena."""
     before, _ = _both(rank)
     layer = rank.model.layers[0]
-    layer.qkv = layer.qkv * 2
+    layer.qkv = layer.qkv.bound([layer.qkv.tensors[0] * 2])
     eager, replayed = _both(rank)
     assert not torch.allclose(eager, replayed, atol=1e-3)
     assert torch.allclose(replayed, before, atol=1e-5)
@@ -79,7 +79,8 @@ def test_copying_in_place_reaches_eager_and_graph_alike(rank):
     """New values at the same address are what both compute with."""
     before, _ = _both(rank)
     with torch.no_grad():
-        rank.model.layers[0].qkv.copy_(rank.model.layers[0].qkv * 2)
+        (weight,) = rank.model.layers[0].qkv.tensors
+        weight.copy_(weight * 2)
     eager, replayed = _both(rank)
     assert torch.allclose(eager, replayed, atol=1e-5)
     assert not torch.allclose(eager, before, atol=1e-3)
@@ -151,7 +152,8 @@ def test_capturing_needs_no_compiler(tied):
 def test_layers_that_differ_are_refused(tied):
     """One traced layer cannot stand for another shape."""
     rank = serving_rank(tied)
-    rank.model.layers[1].down = rank.model.layers[1].down.double()
+    down = rank.model.layers[1].down
+    rank.model.layers[1].down = down.bound([down.tensors[0].double()])
     with pytest.raises(CaptureError, match="layer 1"):
         rank.graphs.capture()
 

@@ -84,5 +84,5 @@ def test_facts_tell_configurations_apart():
         "config.rope_theta"
     ]
     assert one[:3] == (
-        ("kernel_format", "llama-fused/1"), ("dtype", "float32"), ("quantization", "none"),
+        ("kernel_format", "llama-fused/1"), ("dtype", "float32"), ("weight_format", "plain/1"),
     )  # fmt: skip

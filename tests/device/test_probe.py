@@ -70,8 +70,8 @@ def test_a_graph_on_other_tensors_is_told_apart(tied, recorded):
     """Eager passes and the replay does not: the graph is what serves."""
     rank = serving_rank(tied, capture=True)
     layer = rank.model.layers[0]
-    own = layer.gate_up.clone()
-    layer.gate_up.zero_()
+    own = layer.gate_up.bound([layer.gate_up.tensors[0].clone()])
+    layer.gate_up.tensors[0].zero_()
     layer.gate_up = own
     with pytest.raises(ProbeMismatch, match="replayed"):
         rank.check_probe(recorded)
@@ -112,7 +112,7 @@ def test_a_probe_that_cannot_be_run_is_refused(captured, recorded, broken):
 def test_weights_that_compute_nan_record_nothing(tied):
     """No probe, and no token, is made of NaN."""
     rank = serving_rank(tied, capture=True)
-    rank.model.layers[1].down.fill_(float("nan"))
+    rank.model.layers[1].down.tensors[0].fill_(float("nan"))
     with pytest.raises(NonFiniteLogits):
         rank.record_probe()
     with pytest.raises(NonFiniteLogits):

@@ -60,7 +60,7 @@ def start_message(folder: Path, dtype: str = "float32", **changes) -> Start:
     """Returns the command that starts a rank for a folder's model."""
     settings = {
         "rank": 0, "world_size": 1, "generation": "tests", "dtype": dtype, "device": "cpu",
-        "threads": 1, "kv_block_tokens": BLOCK_TOKENS, "kv_blocks": 64,
+        "threads": 1, "weight_format": "plain", "kv_block_tokens": BLOCK_TOKENS, "kv_blocks": 64,
     } | changes  # fmt: skip
     files = {"config.json": (folder / "config.json").read_bytes()}
     return Start(RankConfig(**settings), files)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine_service.device.attention import paged_attention
 from engine_service.device.batch import Batch
 from engine_service.device.config import ModelConfig
+from engine_service.device.formats.layouts import PLAIN, Layout
+from engine_service.device.formats.linear import Linear
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.layers import Stage, embed_part, rms_norm, rotate, swiglu
 from engine_service.device.parallel import ALONE, Group
@@ -42,19 +43,32 @@ class Layer(Stage):
     WEIGHTS = ("input_norm", "qkv", "output", "post_norm", "gate_up", "down")
 
     input_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Linear
+    output: Linear
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], index: int, group: Group
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        group: Group,
+        layout: Layout,
     ) -> None:
-        """`config` has this rank's number of heads."""
+        """`config` has this rank's sizes."""
         self.group = group
-        for name in self.WEIGHTS:
-            setattr(self, name, tensors[f"layer.{index}.{name}"])
+        prefix, hidden = f"layer.{index}.", config.hidden_size
+        self.input_norm = tensors[prefix + "input_norm"]
+        self.post_norm = tensors[prefix + "post_norm"]
+        for name, columns in (
+            ("qkv", hidden),
+            ("output", config.heads * config.head_dim),
+            ("gate_up", hidden),
+            ("down", config.ffn_size),
+        ):
+            setattr(self, name, Linear(prefix + name, layout, columns, tensors))
         self.eps = config.norm_eps
         self.head_dim = config.head_dim
         self.heads = config.heads
@@ -65,14 +79,14 @@ class Layer(Stage):
         slots: Tensor, tables: Tensor, lengths: Tensor,
     ) -> Tensor:  # fmt: skip
         """Returns the next rows `[tokens, hidden_size]`; for the rest see `paged_attention`."""
-        fused = functional.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv)
+        fused = self.qkv(rms_norm(hidden, self.input_norm, self.eps))
         by_head = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         query_key, value = _split(by_head, self.heads + self.kv_heads)
         query, key = _split(rotate(query_key, cos, sin), self.heads)
         attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
-        hidden = hidden + self.group.all_reduce(functional.linear(attended.flatten(1), self.output))
-        gate_up = functional.linear(rms_norm(hidden, self.post_norm, self.eps), self.gate_up)
-        return hidden + self.group.all_reduce(functional.linear(swiglu(gate_up), self.down))
+        hidden = hidden + self.group.all_reduce(self.output(attended.flatten(1)))
+        gate_up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps))
+        return hidden + self.group.all_reduce(self.down(swiglu(gate_up)))
 
 
 class Head(Stage):
@@ -81,15 +95,17 @@ class Head(Stage):
     WEIGHTS = ("norm", "weight")
     TABLES = True
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group, layout: Layout
+    ) -> None:
         self.group = group
         self.norm = tensors["norm"]
-        self.weight = tensors["head"]
+        self.weight = Linear("head", layout, config.hidden_size, tensors)
         self.eps = config.norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits, float32 `[rows, vocab_size]`."""
-        part = functional.linear(rms_norm(hidden, self.norm, self.eps), self.weight)
+        part = self.weight(rms_norm(hidden, self.norm, self.eps))
         return self.group.gather(part).float()
 
 
@@ -97,13 +113,24 @@ class Llama:
     """A decoder, or one rank's part of it. Made of stages, each captured by itself."""
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group = ALONE
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        group: Group = ALONE,
+        layout: Layout = PLAIN,
     ) -> None:
-        """`config` has this rank's number of heads, and the whole vocabulary."""
+        """`config` has this rank's sizes, and the whole vocabulary; `tensors` its arena's."""
         self.config = config
         self.embedding = Embedding(tensors, group)
-        self.layers = [Layer(config, tensors, index, group) for index in range(config.layers)]
-        self.head = Head(config, tensors, group)
+        self.layers = [
+            Layer(config, tensors, index, group, layout) for index in range(config.layers)
+        ]
+        self.head = Head(config, tensors, group, layout)
+
+    def matrices(self) -> Iterator[Linear]:
+        """Yields every matrix that has a format."""
+        for stage in (self.embedding, *self.layers, self.head):
+            yield from (held for held in stage.held() if isinstance(held, Linear))
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""

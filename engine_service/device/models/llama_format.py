@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_service.device.config import ModelConfig
+from engine_service.device.formats.layouts import PLAIN, Layout
 from engine_service.device.sharding import WHOLE, Shard, Slice, kv_shard
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec
@@ -27,22 +28,25 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-def facts(config: ModelConfig, dtype: str) -> tuple[tuple[str, str], ...]:
+def facts(config: ModelConfig, dtype: str, layout: Layout = PLAIN) -> tuple[tuple[str, str], ...]:
     """Returns, in a fixed order, all that decides what the bytes of an arena mean."""
     return (
         ("kernel_format", KERNEL_FORMAT),
         ("dtype", dtype),
-        ("quantization", "none"),
+        ("weight_format", f"{layout.name}/{layout.version}"),
+        *layout.facts(),
         *((f"config.{name}", str(getattr(config, name))) for name in config.__struct_fields__),
     )
 
 
-def unit_specs(config: ModelConfig, dtype: DType, shard: Shard = WHOLE) -> list[UnitSpec]:
+def unit_specs(
+    config: ModelConfig, dtype: DType, shard: Shard = WHOLE, layout: Layout = PLAIN
+) -> list[UnitSpec]:
     """Declares every tensor that a rank's forward pass reads, by unit."""
     vocabulary = _vocabulary(config, shard).shape
     embed = TensorSpec("embed", dtype, vocabulary, logical=EMBEDDING)
-    layers = [_layer_unit(config, dtype, index, shard) for index in range(config.layers)]
-    head = _head_unit(config, dtype, vocabulary)
+    layers = [_layer_unit(config, dtype, index, shard, layout) for index in range(config.layers)]
+    head = _head_unit(config, dtype, vocabulary, layout)
     return [UnitSpec("embed", (embed,)), *layers, head, _rotary_unit(config)]
 
 
@@ -72,7 +76,9 @@ def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:
     return {"rotary.cos": cos, "rotary.sin": sin}
 
 
-def _layer_unit(config: ModelConfig, dtype: DType, index: int, shard: Shard) -> UnitSpec:
+def _layer_unit(
+    config: ModelConfig, dtype: DType, index: int, shard: Shard, layout: Layout
+) -> UnitSpec:
     slices = _layer_slices(config, shard)
     fused = {
         "input_norm": ("input_layernorm",),
@@ -82,22 +88,29 @@ def _layer_unit(config: ModelConfig, dtype: DType, index: int, shard: Shard) -> 
         "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "down": ("mlp.down_proj",),
     }
-    tensors = []
+    tensors: list[TensorSpec] = []
     for name, parts in fused.items():
+        own = f"layer.{index}.{name}"
         rows = sum(slices[part].rows[1] for part in parts)
         shape = (rows, *slices[parts[0]].shape[1:])
         logical = "+".join(_layer_name(index, part) for part in parts)
-        tensors.append(TensorSpec(f"layer.{index}.{name}", dtype, shape, logical=logical))
+        if len(shape) > 1:
+            tensors += layout.specs(own, dtype, shape, logical)
+        else:
+            tensors.append(TensorSpec(own, dtype, shape, logical=logical))
     return UnitSpec(f"layer.{index}.dense", tuple(tensors))
 
 
-def _head_unit(config: ModelConfig, dtype: DType, vocabulary: tuple[int, ...]) -> UnitSpec:
+def _head_unit(
+    config: ModelConfig, dtype: DType, vocabulary: tuple[int, ...], layout: Layout
+) -> UnitSpec:
+    """A tied head is the embedding itself where its format keeps a checkpoint's bytes."""
     norm = TensorSpec("norm", dtype, (config.hidden_size,), logical="model.norm.weight")
-    head = TensorSpec(
-        "head", dtype, vocabulary,
-        logical=EMBEDDING if config.tied else HEAD, alias="embed" if config.tied else "",
-    )  # fmt: skip
-    return UnitSpec("head", (norm, head))
+    if config.tied and layout.streams:
+        head = [TensorSpec("head", dtype, vocabulary, logical=EMBEDDING, alias="embed")]
+    else:
+        head = layout.specs("head", dtype, vocabulary, EMBEDDING if config.tied else HEAD)
+    return UnitSpec("head", (norm, *head))
 
 
 def _rotary_unit(config: ModelConfig) -> UnitSpec:

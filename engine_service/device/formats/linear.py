@@ -1,0 +1,70 @@
+"""A weight matrix as a forward pass sees it: its arena tensors, and the kernel of its format."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from engine_service.device.formats import packed, plain
+from engine_service.device.formats.layouts import Layout
+from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
+
+
+class Kernel(Protocol):
+    """What a format does. Implemented by the modules beside this one."""
+
+    def process(self, weight: Tensor, stored: Sequence[Tensor]) -> None:
+        """Writes a matrix `[rows, columns]` into its arena tensors, in place."""
+
+    def forward(self, hidden: Tensor, *stored: Tensor) -> Tensor:
+        """Multiplies `[tokens, columns]` by the transposed matrix: `[tokens, rows]`.
+
+        Can be traced: reads sizes from the tensors that it is given, when it runs.
+        """
+
+
+KERNELS: Mapping[str, Kernel] = MappingProxyType({"plain": plain, "packed": packed})
+
+
+class Linear:
+    """A matrix of some format."""
+
+    def __init__(
+        self, name: str, layout: Layout, columns: int, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Finds what the layout stores of matrix `name` among an arena's tensors."""
+        self.names = layout.names(name)
+        self.tensors = tuple(tensors[each] for each in self.names)
+        self.layout = layout
+        self._columns = columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, which its first tensor has too, and columns of the matrix."""
+        return len(self.tensors[0]), self._columns
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns `[tokens, rows]` for `[tokens, columns]`."""
+        return KERNELS[self.layout.name].forward(hidden, *self.tensors)
+
+    def bound(self, tensors: Sequence[Tensor]) -> Self:
+        """Returns a twin that reads other tensors."""
+        twin = copy.copy(self)
+        twin.tensors = tuple(tensors)
+        return twin
+
+    def fill(self, weight: Tensor) -> None:
+        """Writes a matrix `[rows, columns]` into the arena, in place."""
+        KERNELS[self.layout.name].process(weight, self.tensors)
+
+    def holding(self, weight: Tensor) -> list[Tensor]:
+        """Returns new tensors of this format that hold `weight`, of any number of rows."""
+        declared = self.layout.stored(MANIFEST_DTYPES[weight.dtype], *weight.shape)
+        stored = [torch.zeros(one.shape, dtype=TORCH_DTYPES[one.dtype]) for one in declared]
+        KERNELS[self.layout.name].process(weight, stored)
+        return stored
