@@ -10,6 +10,7 @@ from relay_service import errors as relay_errors
 from relay_service.core.security import Security
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_FORMATS = ("auto", "plain", "packed", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class EngineConfig:
     dtype: str = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
     weight_format: str = "auto"
-    """How weight matrices are held: `plain`, `packed`, or `auto` for what serves fastest."""
+    """How matrices are held: one of `WEIGHT_FORMATS`; `auto` is the fastest that is exact."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     threads: int = 0
@@ -87,6 +88,7 @@ class EngineConfig:
         _one_of("on_rank_death", self.on_rank_death, ("exit", "restart"))
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
         _one_of("device", self.device, ("cpu", "cuda"))
         if self.expert_parallel_size != 1:

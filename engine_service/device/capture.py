@@ -32,7 +32,7 @@ def trace(model: object, stage: Stage, inputs: int) -> Graph:
     Raises `CaptureError` for a stage that cannot be traced, and for one that closes over
     a tensor, which is named by its path below `model`.
     """
-    graph, count = fx.Graph(), len(stage.WEIGHTS)
+    graph, count = fx.Graph(), len(stage.weights())
     tracer = _Tracer(graph, model, _name(stage))
     arguments: list[Any] = [
         fx.Proxy(graph.placeholder(f"x{n}"), tracer) for n in range(count + inputs)

@@ -6,6 +6,8 @@ from engine_service.errors import UnsupportedModel
 from relay_service.core.dtypes import DType
 
 _SERVED = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+SERVED = frozenset(_SERVED.values())
+"""Types that a model can compute in."""
 _STORED = {"F64": DType.F64, "F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
 
 

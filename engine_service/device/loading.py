@@ -20,12 +20,12 @@ from torch import Tensor
 
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
-from engine_service.device.dtypes import stored_dtype
+from engine_service.device.dtypes import SERVED, stored_dtype
 from engine_service.device.fitting import check_fit
 from engine_service.device.formats.linear import Linear
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES
-from engine_service.errors import CheckpointError
+from engine_service.errors import ArenaError, CheckpointError
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest
 
@@ -59,11 +59,13 @@ def load(
 
     Raises:
         CheckpointError: The folder is unsound or isn't what the model needs.
+        ArenaError: A tensor holds numbers of a format, and none of `matrices` is there to fill it.
     """
     stored = open_checkpoint(folder)
     check_fit(stored, {name: piece.whole for name, piece in slices.items()})
     parts = {name: _Part(stored[name], piece) for name, piece in slices.items()}
     processed = {name: one for one in matrices if not one.layout.streams for name in one.names}
+    _check_filled(arena.manifest, processed)
     with ExitStack() as stack:
         files = {
             path: stack.enter_context(path.open("rb", buffering=0)).fileno()
@@ -76,6 +78,15 @@ def load(
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
     arena.flush()
     return arena.manifest.with_digests(digests), filling.bytes_read
+
+
+def _check_filled(manifest: Manifest, processed: Mapping[str, Linear]) -> None:
+    """Refuses to convert a checkpoint into a type that means nothing without a scale."""
+    for entry in (entry for unit in manifest.units for entry in unit.tensors):
+        if entry.logical and entry.name not in processed and entry.dtype not in SERVED:
+            raise ArenaError(
+                f"{entry.name} holds {entry.dtype}: only its format can fill it", tensor=entry.name
+            )
 
 
 class _Part(NamedTuple):

@@ -37,7 +37,7 @@ class Rank:
         """
         settings, planned = start.config, planned or plan(start)
         self.config, self.shard = planned.config, planned.shard
-        self.facts = planned.facts
+        self.facts, self.layout = planned.facts, planned.layout
         device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(self.config, self.shard)
@@ -100,5 +100,5 @@ class Rank:
 
     def check_probe(self, recorded: bytes) -> None:
         """Raises `ProbeMismatch` when the weights compute something else."""
-        limit = tolerance(self.model.embedding.embed.dtype)
+        limit = max(tolerance(self.model.embedding.embed.dtype), self.layout.tolerance)
         probe.check(recorded, self.runner, self.cache, self.config.vocab_size, limit)

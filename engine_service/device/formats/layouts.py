@@ -1,24 +1,28 @@
 """Declares which arena tensors a weight matrix becomes in each format. Free of torch.
 
 So that an arena can be planned while torch is imported.
+
+A format whose numbers are coarser than the model's type holds the matrices of the layers.
+The embedding and the head, which decide between tokens, stay in the model's type: most
+quantised checkpoints leave them so too.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from engine_service.device.dtypes import SERVED
+from engine_service.device.formats import processor
 from engine_service.errors import ConfigError
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec
 
 AUTO = "auto"
-_PACKED_TILE = 64
-_CPU_INFO = Path("/proc/cpuinfo")
+_TILE = 64
+_ROUNDED_INPUT = 3e-2
+"""Tolerance where a last bit of the input decides which way it is rounded."""
 
 
 class Stored(NamedTuple):
@@ -37,11 +41,37 @@ class Layout(NamedTuple):
     name: str
     version: int
     stored: Callable[[DType, int, int], tuple[Stored, ...]]
-    """The tensors of a matrix, by the type that the model computes in, rows and columns."""
-    facts: Callable[[], tuple[tuple[str, str], ...]] = tuple
+    """The tensors of a matrix, by the type that the model computes in, rows and columns.
+
+    The first one has as many rows as the matrix.
+    """
+    order_facts: Callable[[], tuple[tuple[str, str], ...]] = tuple
     """What decides the meaning of the bytes beside name, version and shape."""
+    needs: frozenset[str] = frozenset()
+    """Instructions that the processor must have."""
+    types: frozenset[DType] = SERVED
+    """Types of the model that it can serve."""
     streams: bool = False
     """Whether the bytes are those of a checkpoint, and can be read into place."""
+    quantised: bool = False
+    """Whether its numbers are coarser than the model's type."""
+    tolerance: float = 0.0
+    """How far logits of the same weights may lie apart, beyond what the type allows."""
+    head: Layout | None = None
+    """Of the head, where that is another one."""
+
+    @property
+    def of_head(self) -> Layout:
+        """The layout of the head."""
+        return self.head or self
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Returns, in a fixed order, all that decides what the bytes of matrices mean."""
+        own = (("weight_format", f"{self.name}/{self.version}"), *self.order_facts())
+        if self.head is None:
+            return own
+        head = ("head_format", f"{self.head.name}/{self.head.version}")
+        return (*own, head, *self.head.order_facts())
 
     def names(self, matrix: str) -> list[str]:
         """Returns the names of a matrix's tensors, in order."""
@@ -59,23 +89,35 @@ class Layout(NamedTuple):
 
 
 def choose_layout(name: str, dtype: DType, device: str) -> Layout:
-    """Returns a layout by name, or for `auto` the one that serves fastest here.
+    """Returns a layout by name, or for `auto` the one that serves the type fastest here.
 
     Raises `ConfigError` for a name that isn't one, and for one that cannot serve here.
     """
     if name == AUTO:
-        return LAYOUTS["packed" if _can_pack(dtype, device) else "plain"]
+        return PLAIN if _obstacle(PACKED, dtype, device) else PACKED
     if name not in LAYOUTS:
         raise ConfigError(
             f"weight format {name} is not supported",
             field="weight_format", found=name, expected=" | ".join([AUTO, *LAYOUTS]),
         )  # fmt: skip
-    if name == "packed" and not _can_pack(dtype, device):
+    layout = LAYOUTS[name]
+    if obstacle := _obstacle(layout, dtype, device):
         raise ConfigError(
-            "weights are packed in bfloat16 on a CPU with avx512bw, avx512vl and avx512dq only",
+            f"weight format {name} cannot serve {dtype} on {device} here: it needs {obstacle}",
             field="weight_format", found=f"{dtype} on {device}", expected="plain",
         )  # fmt: skip
-    return LAYOUTS[name]
+    if not layout.quantised:
+        return layout
+    return layout._replace(head=choose_layout(AUTO, dtype, device))
+
+
+def _obstacle(layout: Layout, dtype: DType, device: str) -> str:
+    """Returns what a layout lacks to serve; empty when nothing does."""
+    if layout is not PLAIN and device != "cpu":
+        return "a CPU"
+    if dtype not in layout.types:
+        return " or ".join(sorted(layout.types))
+    return ", ".join(sorted(layout.needs - processor.flags()))
 
 
 def _plain(dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
@@ -83,41 +125,34 @@ def _plain(dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
 
 
 def _packed(dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
-    """Tiles are padded with zeros; the padding is spread over the rows."""
-    padded = _up(rows, _PACKED_TILE) * _up(columns, _PACKED_TILE)
-    return (Stored("", dtype, (rows, -(-padded // rows)), "derived"),)
+    return (_spread(dtype, rows, _up(rows, _TILE) * _up(columns, _TILE)),)
 
 
-def _packed_facts() -> tuple[tuple[str, str], ...]:
-    """The library chooses the order of the tiles by its version and by the processor."""
-    return (
-        ("packed.torch", importlib.metadata.version("torch")),
-        ("packed.isa", " ".join(sorted(f for f in _cpu_flags() if f.startswith(("avx", "amx"))))),
-        ("packed.isa_limit", os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
-    )
+def _int8(_dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
+    """Behind the tiles follow 32 bits per row, padded too."""
+    elements = _up(rows, _TILE) * (_up(columns, _TILE) + DType.I32.itemsize)
+    return _spread(DType.I8, rows, elements), Stored(".scale", DType.F32, (rows,), "scale")
 
 
-def _can_pack(dtype: DType, device: str) -> bool:
-    return (
-        device == "cpu"
-        and dtype is DType.BF16
-        and {"avx512bw", "avx512vl", "avx512dq"} <= _cpu_flags()
-    )
-
-
-def _cpu_flags() -> frozenset[str]:
-    if not _CPU_INFO.exists():
-        return frozenset()
-    lines = _CPU_INFO.read_text().splitlines()
-    found = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(found.partition(":")[2].split())
+def _spread(dtype: DType, rows: int, elements: int) -> Stored:
+    """Packed elements are padded with zeros; the padding is spread over the rows."""
+    return Stored("", dtype, (rows, -(-elements // rows)), "derived")
 
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+_ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
 PLAIN = Layout("plain", 1, _plain, streams=True)
+PACKED = Layout(
+    "packed", 1, _packed, lambda: processor.order_facts("packed", _ONEDNN_LIMIT),
+    needs=processor.TILES, types=frozenset({DType.BF16}),
+)  # fmt: skip
+INT8 = Layout(
+    "int8", 1, _int8, lambda: processor.order_facts("int8", _ONEDNN_LIMIT),
+    needs=processor.INT8_TILES, quantised=True, tolerance=_ROUNDED_INPUT,
+)  # fmt: skip
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {layout.name: layout for layout in (PLAIN, Layout("packed", 1, _packed, _packed_facts))}
+    {layout.name: layout for layout in (PLAIN, PACKED, INT8)}
 )

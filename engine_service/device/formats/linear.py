@@ -10,9 +10,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from engine_service.device.formats import packed, plain
+from engine_service.device.formats import int8, packed, plain
 from engine_service.device.formats.layouts import Layout
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
+from engine_service.errors import EngineError
 
 
 class Kernel(Protocol):
@@ -28,7 +29,7 @@ class Kernel(Protocol):
         """
 
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType({"plain": plain, "packed": packed})
+KERNELS: Mapping[str, Kernel] = MappingProxyType({"plain": plain, "packed": packed, "int8": int8})
 
 
 class Linear:
@@ -59,7 +60,17 @@ class Linear:
         return twin
 
     def fill(self, weight: Tensor) -> None:
-        """Writes a matrix `[rows, columns]` into the arena, in place."""
+        """Writes a matrix `[rows, columns]` into the arena, in place.
+
+        The only way in: a copy into the tensors themselves would round to whole numbers
+        without a scale. Raises `EngineError` for another shape, and for numbers that are
+        rounded already.
+        """
+        if weight.shape != self.shape or not weight.is_floating_point():
+            raise EngineError(
+                f"{self.names[0]} takes floating numbers {list(self.shape)}, not {weight.dtype} "
+                f"{list(weight.shape)}"
+            )
         KERNELS[self.layout.name].process(weight, self.tensors)
 
     def holding(self, weight: Tensor) -> list[Tensor]:

@@ -100,7 +100,7 @@ class Head(Stage):
     ) -> None:
         self.group = group
         self.norm = tensors["norm"]
-        self.weight = Linear("head", layout, config.hidden_size, tensors)
+        self.weight = Linear("head", layout.of_head, config.hidden_size, tensors)
         self.eps = config.norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:

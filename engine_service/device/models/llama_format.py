@@ -33,7 +33,6 @@ def facts(config: ModelConfig, dtype: str, layout: Layout = PLAIN) -> tuple[tupl
     return (
         ("kernel_format", KERNEL_FORMAT),
         ("dtype", dtype),
-        ("weight_format", f"{layout.name}/{layout.version}"),
         *layout.facts(),
         *((f"config.{name}", str(getattr(config, name))) for name in config.__struct_fields__),
     )
@@ -46,7 +45,7 @@ def unit_specs(
     vocabulary = _vocabulary(config, shard).shape
     embed = TensorSpec("embed", dtype, vocabulary, logical=EMBEDDING)
     layers = [_layer_unit(config, dtype, index, shard, layout) for index in range(config.layers)]
-    head = _head_unit(config, dtype, vocabulary, layout)
+    head = _head_unit(config, dtype, vocabulary, layout.of_head)
     return [UnitSpec("embed", (embed,)), *layers, head, _rotary_unit(config)]
 
 

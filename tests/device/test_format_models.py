@@ -1,0 +1,117 @@
+"""A model in any format: loaded, captured, filled by bytes alone, and cut into ranks."""
+
+import pytest
+import torch
+from format_cases import CASES, QUANTISED, packs
+from tiny_llama import Sequence, run, start_message, write_checkpoint
+
+from engine_service.core.messages import Row, Sampling
+from engine_service.device.loading import load
+from engine_service.device.models import llama_format
+from engine_service.device.rank import Rank
+from engine_service.device.tolerance import relative_difference
+from engine_service.errors import ArenaError
+
+PROMPT = tuple(range(1, 33))
+LOGIT_ERRORS = {"plain": 0.0, "packed": 2**-6, "int8": 0.1}
+"""Largest difference of a logit, as a part of the largest; layers of random numbers magnify it."""
+
+
+def _rank(folder, name, dtype, **changes):
+    served = str(dtype).removeprefix("torch.")
+    return Rank(start_message(folder, served, weight_format=name, **changes))
+
+
+def _loaded(folder, name, dtype):
+    rank = _rank(folder, name, dtype)
+    rank.load(folder, lambda _done, _total: None)
+    return rank
+
+
+def _logits(rank):
+    with torch.inference_mode():
+        return rank.runner.prefill(Row(PROMPT, 0, tuple(range(8)), 0, Sampling()))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_model_computes_nearly_what_a_plain_one_does(untied, tied, name, dtype):
+    """Prompt and replayed answer, whether the head is the embedding or not."""
+    for folder in (tied, untied):
+        plain, rank = _loaded(folder, "plain", dtype), _loaded(folder, name, dtype)
+        assert relative_difference(_logits(plain), _logits(rank)) <= LOGIT_ERRORS[name]
+        rank.capture()
+        rank.check_probe(rank.record_probe().probe)
+        assert (rank.facts == plain.facts) == (name == "plain")
+
+
+@packs
+def test_a_packed_model_is_a_plain_one_to_the_probe(untied, tied):
+    """Packing rounds nothing."""
+    for folder in (tied, untied):
+        plain = _loaded(folder, "plain", torch.bfloat16)
+        rank = _loaded(folder, "packed", torch.bfloat16)
+        plain.capture()
+        rank.capture()
+        rank.check_probe(plain.record_probe().probe)
+
+
+@pytest.mark.parametrize(("name", "dtype"), QUANTISED)
+def test_embedding_and_head_stay_in_the_type_of_the_model(untied, tied, name, dtype):
+    """A plain tied head is the embedding itself; a packed one says so in the facts."""
+    for folder in (tied, untied):
+        rank, exact = _loaded(folder, name, dtype), _loaded(folder, "auto", dtype)
+        for tensor in ("embed", "head"):
+            assert torch.equal(rank.arena.tensors[tensor], exact.arena.tensors[tensor])
+        assert dict(rank.facts)["head_format"] == dict(exact.facts)["weight_format"]
+        assert set(exact.facts) - set(rank.facts) == {("weight_format", _format(exact))}
+
+
+def _format(rank):
+    return dict(rank.facts)["weight_format"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_graph_follows_bytes_that_land(tied, name, dtype):
+    """A dummy captured on zeros computes with the weights that are copied into its arena."""
+    seed = _rank(tied, name, dtype)
+    loaded = seed.load(tied, lambda _done, _total: None)
+    seed.capture()
+    target = _rank(tied, name, dtype)
+    target.capture()
+    pairs = zip(target.arena.tensors.values(), seed.arena.tensors.values(), strict=True)
+    for mine, theirs in pairs:
+        mine.copy_(theirs)
+    assert target.arena.digested() == loaded.manifest
+    target.arena.seal()
+    mine, theirs = Sequence([3, 1, 4]), Sequence([3, 1, 4])
+    run(target.step, [mine], 12)
+    run(seed.step, [theirs], 12)
+    assert mine.output == theirs.output
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_bytes_do_not_depend_on_who_loads(tied, name, dtype):
+    """Two loads of one checkpoint have one digest, and one set of facts."""
+    one, other = (_loaded(tied, name, dtype) for _ in range(2))
+    assert one.arena.digested().digest == other.arena.digested().digest != ""
+    assert one.facts == other.facts
+
+
+@packs
+def test_a_checkpoint_of_another_type_is_packed_as_served(tmp_path):
+    """float32 on disk, bfloat16 served: as if it had been converted first."""
+    wide = write_checkpoint(tmp_path / "wide")
+    narrow = write_checkpoint(tmp_path / "narrow", dtype=torch.bfloat16)
+    one, other = (_loaded(folder, "packed", torch.bfloat16) for folder in (wide, narrow))
+    assert one.arena.digested().digest == other.arena.digested().digest
+
+
+@pytest.mark.parametrize(("name", "dtype"), QUANTISED)
+def test_a_loader_that_knows_no_matrices_fills_none(tied, name, dtype):
+    """It would cast a checkpoint into the bytes of a format."""
+    served = str(dtype).removeprefix("torch.")
+    rank = Rank(start_message(tied, served, weight_format=name))
+    slices = llama_format.checkpoint_slices(rank.config)
+    with pytest.raises(ArenaError, match=r"layer\.0\.qkv holds"):
+        load(rank.arena, tied, slices, llama_format.computed_tensors(rank.config))
+    assert not any(tensor.float().any() for tensor in rank.arena.tensors.values())
