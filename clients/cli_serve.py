@@ -62,7 +62,9 @@ def engine(
     ] = 30,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    weight_format: Annotated[str, typer.Option(help="auto, plain, packed or int8.")] = "auto",
+    weight_format: Annotated[
+        str, typer.Option(help="auto, plain, packed, int8, fp8, fp8-ue8m0 or int4.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.", min=0)] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,

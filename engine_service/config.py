@@ -10,7 +10,7 @@ from relay_service import errors as relay_errors
 from relay_service.core.security import Security
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHT_FORMATS = ("auto", "plain", "packed", "int8")
+WEIGHT_FORMATS = ("auto", "plain", "packed", "int8", "fp8", "fp8-ue8m0", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from engine_service.device.formats.layouts import BLOCK
 from engine_service.errors import ModelError, UnsupportedModel
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -92,13 +93,20 @@ def _refuse_unsupported(found: _RawConfig) -> None:
         ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
         ("partial_rotary_factor", found.partial_rotary_factor, 1.0),
-        ("quantization_config", found.quantization_config, None),
+        ("quantization_config", _other_quantisation(found), None),
     ):
         if value != supported:
             raise UnsupportedModel(
                 f"{field} {value!r} is not supported, only {supported!r}",
                 field=field, expected=str(supported), found=str(value),
             )  # fmt: skip
+
+
+def _other_quantisation(found: _RawConfig) -> dict[str, Any] | None:
+    """Returns a quantisation that isn't float8 in blocks; what it says is found in the weights."""
+    given = found.quantization_config or {}
+    blocks = (given.get("quant_method"), given.get("weight_block_size")) == ("fp8", [BLOCK, BLOCK])
+    return None if blocks else found.quantization_config
 
 
 def _rope_theta(found: _RawConfig) -> float:

@@ -8,7 +8,17 @@ from relay_service.core.dtypes import DType
 _SERVED = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 SERVED = frozenset(_SERVED.values())
 """Types that a model can compute in."""
-_STORED = {"F64": DType.F64, "F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
+_STORED = {
+    "F64": DType.F64,
+    "F32": DType.F32,
+    "F16": DType.F16,
+    "BF16": DType.BF16,
+    "F8_E4M3": DType.F8_E4M3,
+}
+
+
+SCALES_SUFFIX = "_scale_inv"
+"""What the name of the scales of a float8 matrix adds to its own."""
 
 
 def served_dtype(name: str) -> DType:

@@ -8,27 +8,29 @@ read, processed into the arena and freed, and the unit is digested at its end.
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
-from engine_service.device.dtypes import SERVED, stored_dtype
-from engine_service.device.fitting import check_fit
+from engine_service.device.dtypes import SCALES_SUFFIX, stored_dtype
+from engine_service.device.fitting import check_filled, check_fit, listed
+from engine_service.device.formats.block_scaled import BlockScaled, fused
 from engine_service.device.formats.linear import Linear
+from engine_service.device.parts import Part, as_tensor
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES
-from engine_service.errors import ArenaError, CheckpointError
+from engine_service.errors import CheckpointError
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, TensorEntry, Unit, block_digest
 
+_log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Digest = Callable[[memoryview], bytes]
 
@@ -63,13 +65,18 @@ def load(
     """
     stored = open_checkpoint(folder)
     check_fit(stored, {name: piece.whole for name, piece in slices.items()})
-    parts = {name: _Part(stored[name], piece) for name, piece in slices.items()}
-    processed = {name: one for one in matrices if not one.layout.streams for name in one.names}
-    _check_filled(arena.manifest, processed)
+    parts = {
+        name: Part(stored[name], piece, stored.get(name + SCALES_SUFFIX))
+        for name, piece in slices.items()
+    }
+    scaled = any(part.scales for part in parts.values())
+    filled = [one for one in matrices if scaled or not one.layout.streams]
+    processed = {name: one for one in filled for name in one.names}
+    check_filled(arena.manifest, processed)
     with ExitStack() as stack:
         files = {
             path: stack.enter_context(path.open("rb", buffering=0)).fileno()
-            for path in {part.stored.path for part in parts.values()}
+            for path in {one.path for part in parts.values() for one in part.held}
         }
         total = sum(part.nbytes for part in parts.values())
         filling = _Filling(
@@ -77,35 +84,19 @@ def load(
         )
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
     arena.flush()
+    if filling.rounded_anew:
+        _log.warning(
+            "%d matrices don't keep the checkpoint's float8 numbers: %s",
+            len(filling.rounded_anew), listed(filling.rounded_anew),
+        )  # fmt: skip
     return arena.manifest.with_digests(digests), filling.bytes_read
-
-
-def _check_filled(manifest: Manifest, processed: Mapping[str, Linear]) -> None:
-    """Refuses to convert a checkpoint into a type that means nothing without a scale."""
-    for entry in (entry for unit in manifest.units for entry in unit.tensors):
-        if entry.logical and entry.name not in processed and entry.dtype not in SERVED:
-            raise ArenaError(
-                f"{entry.name} holds {entry.dtype}: only its format can fill it", tensor=entry.name
-            )
-
-
-class _Part(NamedTuple):
-    """What is taken of one checkpoint tensor."""
-
-    stored: StoredTensor
-    slice: Slice
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return self.stored.nbytes // math.prod(self.slice.whole) * self.slice.elements
 
 
 class _Filling:
     """One pass over an arena."""
 
     def __init__(
-        self, arena: Arena, parts: Mapping[str, _Part], files: Mapping[Path, int],
+        self, arena: Arena, parts: Mapping[str, Part], files: Mapping[Path, int],
         computed: Mapping[str, Tensor], processed: Mapping[str, Linear],
         progress: Callable[[int], None],
     ) -> None:  # fmt: skip
@@ -118,6 +109,8 @@ class _Filling:
         self._start = 0
         self._block = memoryview(b"")
         self.bytes_read = 0
+        self.rounded_anew: list[str] = []
+        """Matrices that were quantised, and had to be quantised otherwise."""
 
     def fill(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Fills a unit; yields each block's digest, in order."""
@@ -133,26 +126,36 @@ class _Filling:
             if not entry.logical:
                 self._arena.tensors[entry.name].copy_(self._computed[entry.name])
             elif matrix:
-                matrix.fill(self._whole(entry))
+                self._fill_matrix(entry, matrix)
             else:
-                self._arena.tensors[entry.name].copy_(self._whole(entry).view(entry.shape))
+                whole = self._rows(self._parts[entry.logical])
+                self._arena.tensors[entry.name].copy_(whole.view(entry.shape))
         self._arena.flush()
         for start in range(unit.offset, unit.offset + unit.nbytes, BLOCK_BYTES):
             nbytes = min(BLOCK_BYTES, unit.offset + unit.nbytes - start)
             yield digest(self._arena.view(start, nbytes))
 
-    def _whole(self, entry: TensorEntry) -> Tensor:
-        """Reads all that a tensor is made of: `[rows, columns]`, `[1, n]` of one dimension."""
+    def _fill_matrix(self, entry: TensorEntry, matrix: Linear) -> None:
         parts = [self._parts[name] for name in entry.logical.split("+")]
-        return torch.cat([self._matrix(part, entry.dtype) for part in parts])
+        kept = matrix.fill(fused([self._matrix(part) for part in parts]))
+        if matrix.layout.quantised and not kept and any(part.scales for part in parts):
+            self.rounded_anew.append(entry.name)
 
-    def _matrix(self, part: _Part, dtype: DType) -> Tensor:
-        found, count = stored_dtype(part.stored.dtype) or dtype, part.slice.elements
-        raw = bytearray(count * found.itemsize)
-        self._read(part, 0, count, memoryview(raw))
+    def _matrix(self, part: Part) -> Tensor | BlockScaled:
+        values = self._rows(part)
+        if part.scales is None:
+            return values
+        raw = bytearray(part.scales.nbytes)
+        self._read_run(part.scales, part.scales.offset, memoryview(raw))
+        scales = as_tensor(part.scales, raw, part.scales.shape[-1]).float()
+        return BlockScaled(values, scales, (part.slice.rows[0], part.slice.columns[0]))
+
+    def _rows(self, part: Part) -> Tensor:
+        """Reads a slice: `[rows, columns]`, `[1, n]` of one dimension."""
+        raw = bytearray(part.slice_bytes)
+        self._read(part, 0, part.slice.elements, memoryview(raw))
         self._progress(self.bytes_read)
-        columns = part.slice.shape[-1]
-        return torch.frombuffer(raw, dtype=TORCH_DTYPES[found]).view(-1, columns)
+        return as_tensor(part.stored, raw, part.slice.shape[-1])
 
     def _fill_blocks(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Yields a digest as soon as its block is complete."""
@@ -205,7 +208,7 @@ class _Filling:
 
         return fill
 
-    def _from_file(self, part: _Part, dtype: DType) -> _Source:
+    def _from_file(self, part: Part, dtype: DType) -> _Source:
         found = stored_dtype(part.stored.dtype) or dtype
 
         def fill(done: int, start: int, end: int) -> None:
@@ -222,7 +225,7 @@ class _Filling:
 
         return fill
 
-    def _read(self, part: _Part, first: int, count: int, into: memoryview) -> None:
+    def _read(self, part: Part, first: int, count: int, into: memoryview) -> None:
         """Reads elements of a slice: whole rows at once, cut rows one by one."""
         itemsize = len(into) // count
         for start, length in part.slice.runs(first, count):

@@ -1,5 +1,7 @@
 """Every format, with the types that it can serve, and how far it may be off."""
 
+import math
+
 import pytest
 import torch
 
@@ -23,6 +25,14 @@ ERRORS = {
     ("int8", torch.float32): 0.015,
     ("int8", torch.bfloat16): 0.015,
     ("int8", torch.float16): 0.015,
+    ("fp8", torch.float32): 0.03,
+    ("fp8", torch.bfloat16): 0.03,
+    ("fp8", torch.float16): 0.03,
+    ("fp8-ue8m0", torch.float32): 0.03,
+    ("fp8-ue8m0", torch.bfloat16): 0.03,
+    ("int4", torch.float32): 0.13,
+    ("int4", torch.bfloat16): 0.13,
+    ("int4", torch.float16): 0.13,
 }
 """Largest error of a product, root mean square, as a part of the products themselves."""
 CASES = [
@@ -36,3 +46,10 @@ packs = pytest.mark.skipif(
     not serves("packed", torch.bfloat16), reason="this processor cannot pack"
 )
 QUANTISED = [one for one in CASES if LAYOUTS[one.values[0]].quantised]
+
+
+def error(hidden, weight, found):
+    """Returns the error of products of independent numbers, whose own size is their factors'."""
+    expected = hidden.double() @ weight.double().T
+    size = hidden.double().norm() * weight.double().norm() / math.sqrt(weight.shape[1])
+    return float((found.double() - expected).norm() / size)

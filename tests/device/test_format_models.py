@@ -2,18 +2,28 @@
 
 import pytest
 import torch
-from format_cases import CASES, QUANTISED, packs
-from tiny_llama import Sequence, run, start_message, write_checkpoint
+from format_cases import CASES, ERRORS, QUANTISED, error, packs
+from safetensors.torch import load_file
+from tiny_llama import Sequence, rank_layer, run, start_message, write_checkpoint
 
 from engine_service.core.messages import Row, Sampling
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.rank import Rank
+from engine_service.device.sharding import Shard
 from engine_service.device.tolerance import relative_difference
 from engine_service.errors import ArenaError
 
+MLP = ("gate", "up", "down")
 PROMPT = tuple(range(1, 33))
-LOGIT_ERRORS = {"plain": 0.0, "packed": 2**-6, "int8": 0.1}
+LOGIT_ERRORS = {
+    "plain": 0.0,
+    "packed": 2**-6,
+    "int8": 0.1,
+    "fp8": 0.2,
+    "fp8-ue8m0": 0.2,
+    "int4": 0.6,
+}
 """Largest difference of a logit, as a part of the largest; layers of random numbers magnify it."""
 
 
@@ -97,6 +107,22 @@ def test_bytes_do_not_depend_on_who_loads(tied, name, dtype):
     assert one.facts == other.facts
 
 
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+@torch.inference_mode()
+def test_the_parts_of_two_ranks_make_the_whole_product(tmp_path, name, dtype):
+    """Rows are joined, columns summed: each part is rounded for itself, and as well as a whole."""
+    folder = write_checkpoint(tmp_path, vocab_size=200, intermediate_size=160)
+    parts = [rank_layer(folder, name, dtype, Shard(rank, 2)) for rank in range(2)]
+    weights = load_file(folder / "model.safetensors")
+    gate, up, down = (weights[f"model.layers.0.mlp.{each}_proj.weight"] for each in MLP)
+    hidden, ffn = torch.randn(40, 64).to(dtype), torch.randn(40, 160).to(dtype)
+    halves = [layer.gate_up(hidden).chunk(2, 1) for layer in parts]
+    joined = torch.cat([torch.cat(side, 1) for side in zip(*halves, strict=True)], 1)
+    assert error(hidden, torch.cat((gate, up)), joined) <= ERRORS[name, dtype]
+    summed = sum(layer.down(cut) for layer, cut in zip(parts, ffn.chunk(2, 1), strict=True))
+    assert error(ffn, down, summed) <= ERRORS[name, dtype]
+
+
 @packs
 def test_a_checkpoint_of_another_type_is_packed_as_served(tmp_path):
     """float32 on disk, bfloat16 served: as if it had been converted first."""
@@ -114,4 +140,4 @@ def test_a_loader_that_knows_no_matrices_fills_none(tied, name, dtype):
     slices = llama_format.checkpoint_slices(rank.config)
     with pytest.raises(ArenaError, match=r"layer\.0\.qkv holds"):
         load(rank.arena, tied, slices, llama_format.computed_tensors(rank.config))
-    assert not any(tensor.float().any() for tensor in rank.arena.tensors.values())
+    assert not any(tensor.view(torch.uint8).any() for tensor in rank.arena.tensors.values())

@@ -9,8 +9,15 @@ from safetensors.torch import save_file
 
 from engine_service.core.messages import RankConfig, Row, Sampling, Start
 from engine_service.device.config import ModelConfig, parse_config
-from engine_service.device.models.llama_format import checkpoint_shapes
+from engine_service.device.formats.layouts import choose_layout
+from engine_service.device.loading import load
+from engine_service.device.memfd_arena import MemfdArena
+from engine_service.device.models import llama_format
+from engine_service.device.models.llama import Layer, Llama
 from engine_service.device.rank import Rank
+from engine_service.device.sharding import Shard, rank_config
+from engine_service.device.torch_dtypes import MANIFEST_DTYPES
+from relay_service.core.layout import lay_out
 
 torch.set_num_threads(1)
 
@@ -42,7 +49,7 @@ def random_weights(config: ModelConfig, seed: int, dtype=torch.float32) -> dict[
             torch.randn(shape, generator=generator) * (0.2 if len(shape) > 1 else 0.1)
             + (len(shape) == 1)
         ).to(dtype)
-        for name, shape in checkpoint_shapes(config).items()
+        for name, shape in llama_format.checkpoint_shapes(config).items()
     }
 
 
@@ -73,6 +80,19 @@ def serving_rank(folder: Path, dtype: str = "float32", *, capture: bool = False)
     if capture:
         rank.capture()
     return rank
+
+
+def rank_layer(folder: Path, name: str, dtype: torch.dtype, shard: Shard) -> Layer:
+    """Returns the first layer of one rank's part, loaded in a format."""
+    config, served = parse_config((folder / "config.json").read_bytes()), MANIFEST_DTYPES[dtype]
+    layout = choose_layout(name, served, "cpu")
+    units = llama_format.unit_specs(config, served, shard, layout)
+    arena = MemfdArena(lay_out(shard.rank, units), "tests")
+    model = Llama(rank_config(config, shard), arena.tensors, layout=layout)
+    slices = llama_format.checkpoint_slices(config, shard)
+    computed = llama_format.computed_tensors(config)
+    load(arena, folder, slices, computed, model.matrices())
+    return model.layers[0]
 
 
 class Sequence:

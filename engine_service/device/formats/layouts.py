@@ -9,6 +9,7 @@ quantised checkpoints leave them so too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +22,12 @@ from relay_service.core.layout import TensorSpec
 
 AUTO = "auto"
 _TILE = 64
+BLOCK = 128
+"""Rows and columns of a block of float8 numbers."""
+_INT4_ROWS = 16
+INT4_COLUMNS = 32
+"""torch's product wants rows and columns of `int4` in multiples of these."""
+_INT4_LARGEST_GROUP = 128
 _ROUNDED_INPUT = 3e-2
 """Tolerance where a last bit of the input decides which way it is rounded."""
 
@@ -134,6 +141,30 @@ def _int8(_dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
     return _spread(DType.I8, rows, elements), Stored(".scale", DType.F32, (rows,), "scale")
 
 
+def _fp8(_dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
+    return _blocks(DType.F32, rows, columns)
+
+
+def _fp8_ue8m0(_dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
+    return _blocks(DType.F8_E8M0, rows, columns)
+
+
+def _blocks(scales: DType, rows: int, columns: int) -> tuple[Stored, ...]:
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK))
+    return Stored("", DType.F8_E4M3, (rows, columns)), Stored(".scale", scales, grid, "scale")
+
+
+def _int4(dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
+    """Scale and zero of a group lie side by side."""
+    rows_padded, columns_padded = _up(rows, _INT4_ROWS), _up(columns, INT4_COLUMNS)
+    group = math.gcd(columns_padded, _INT4_LARGEST_GROUP)
+    scales = (columns_padded // group, rows_padded, 2)
+    return (
+        _spread(DType.U8, rows, rows_padded * columns_padded // 2),
+        Stored(".scale", dtype, scales, "scale"),
+    )
+
+
 def _spread(dtype: DType, rows: int, elements: int) -> Stored:
     """Packed elements are padded with zeros; the padding is spread over the rows."""
     return Stored("", dtype, (rows, -(-elements // rows)), "derived")
@@ -153,6 +184,11 @@ INT8 = Layout(
     "int8", 1, _int8, lambda: processor.order_facts("int8", _ONEDNN_LIMIT),
     needs=processor.INT8_TILES, quantised=True, tolerance=_ROUNDED_INPUT,
 )  # fmt: skip
+FP8 = Layout("fp8", 1, _fp8, quantised=True)
+FP8_UE8M0 = Layout("fp8-ue8m0", 1, _fp8_ue8m0, quantised=True)
+INT4 = Layout(
+    "int4", 1, _int4, lambda: processor.order_facts("int4", "ATEN_CPU_CAPABILITY"), quantised=True
+)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {layout.name: layout for layout in (PLAIN, PACKED, INT8)}
+    {layout.name: layout for layout in (PLAIN, PACKED, INT8, FP8, FP8_UE8M0, INT4)}
 )

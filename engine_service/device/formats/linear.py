@@ -10,7 +10,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from engine_service.device.formats import int8, packed, plain
+from engine_service.device.formats import fp8, int4, int8, packed, plain
+from engine_service.device.formats.block_scaled import BlockScaled
 from engine_service.device.formats.layouts import Layout
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
 from engine_service.errors import EngineError
@@ -29,7 +30,9 @@ class Kernel(Protocol):
         """
 
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType({"plain": plain, "packed": packed, "int8": int8})
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {"plain": plain, "packed": packed, "int8": int8, "fp8": fp8, "fp8-ue8m0": fp8, "int4": int4}
+)
 
 
 class Linear:
@@ -59,19 +62,24 @@ class Linear:
         twin.tensors = tuple(tensors)
         return twin
 
-    def fill(self, weight: Tensor) -> None:
+    def fill(self, weight: Tensor | BlockScaled) -> bool:
         """Writes a matrix `[rows, columns]` into the arena, in place.
 
         The only way in: a copy into the tensors themselves would round to whole numbers
-        without a scale. Raises `EngineError` for another shape, and for numbers that are
-        rounded already.
+        without a scale. Returns whether blocks of a checkpoint were kept as they are. Raises
+        `EngineError` for another shape, and for numbers that aren't floating ones.
         """
+        if isinstance(weight, BlockScaled):
+            if KERNELS[self.layout.name] is fp8 and fp8.keep(weight, self.tensors):
+                return True
+            weight = weight.plain()
         if weight.shape != self.shape or not weight.is_floating_point():
             raise EngineError(
                 f"{self.names[0]} takes floating numbers {list(self.shape)}, not {weight.dtype} "
                 f"{list(weight.shape)}"
             )
         KERNELS[self.layout.name].process(weight, self.tensors)
+        return False
 
     def holding(self, weight: Tensor) -> list[Tensor]:
         """Returns new tensors of this format that hold `weight`, of any number of rows."""

@@ -1,0 +1,65 @@
+"""Whole numbers of 4 bits, two in a byte: a scale and a zero for each group of a row's columns.
+
+A group runs from its lowest number to its highest in 15 steps; it is the largest power of two
+up to 128 that divides the columns, which are padded to a multiple of 32, as the rows are to
+one of 16. Scale and zero are held in the type of the model, which torch's product for
+CPUs wants, and the numbers in the order in which it reads them. The input stays as it is.
+Groups begin at a rank's own first column, so that those of a cut matrix are whole.
+
+Error: a product of normally distributed numbers is off by 11 % (root mean square, as a part
+of the products) with groups of 128, 9 % with groups of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine_service.device.formats.layouts import INT4_COLUMNS
+
+_aten = torch.ops.aten
+_STEPS = 15
+_MIDDLE = 8
+"""The number that stands for a group's zero."""
+
+
+def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
+    """Rounds and packs a matrix. See `Kernel`."""
+    packed, scales = stored
+    groups, rows, _ = scales.shape
+    columns = _padded(weight.shape[1])
+    padding = (0, columns - weight.shape[1], 0, rows - weight.shape[0])
+    grouped = functional.pad(weight.float(), padding).view(rows, groups, -1)
+    low, high = grouped.aminmax(dim=2)
+    scale = ((high - low) / _STEPS).to(scales.dtype)
+    zero = (low + _MIDDLE * scale.float()).to(scales.dtype)
+    steps = (grouped - zero.float().unsqueeze(2)) / scale.float().unsqueeze(2)
+    # A group of equal numbers has no steps; one that is not finite is told by its scale.
+    numbers = steps.nan_to_num_(0.0).round_().add_(_MIDDLE).clamp_(0, _STEPS).int()
+    found = _aten._convert_weight_to_int4pack_for_cpu(numbers.view(rows, columns), 1)  # noqa: SLF001 - its only name
+    packed.view(-1)[: found.numel()].copy_(found.view(-1))
+    scales.copy_(torch.stack((scale, zero), 2).transpose(0, 1))
+
+
+def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
+    """Multiplies. See `Kernel`."""
+    return _product(hidden, *stored)
+
+
+def _product(hidden: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    if has_torch_function((hidden, packed, scales)):  # being traced: one call in the graph
+        return handle_torch_function(_product, (hidden, packed, scales), hidden, packed, scales)
+    groups, rows, _ = scales.shape
+    columns = _padded(hidden.shape[1])
+    numbers = packed.view(-1)[: rows * columns // 2].view(rows, columns // 2)
+    padded = functional.pad(hidden, (0, columns - hidden.shape[1])).contiguous()
+    product: Tensor = _aten._weight_int4pack_mm_for_cpu(padded, numbers, columns // groups, scales)  # noqa: SLF001 - its only name
+    return product[:, : packed.shape[0]]
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // INT4_COLUMNS) * INT4_COLUMNS
