@@ -5,8 +5,11 @@ import torch
 from format_cases import CASES, ERRORS, QUANTISED, error, packs
 from safetensors.torch import load_file
 from tiny_llama import Sequence, rank_layer, run, start_message, write_checkpoint
+from transformers import AutoTokenizer
 
+from engine_service.checkpoint import smollm2
 from engine_service.core.messages import Row, Sampling
+from engine_service.device.batch import make_batch
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.rank import Rank
@@ -141,3 +144,29 @@ def test_a_loader_that_knows_no_matrices_fills_none(tied, name, dtype):
     with pytest.raises(ArenaError, match=r"layer\.0\.qkv holds"):
         load(rank.arena, tied, slices, llama_format.computed_tensors(rank.config))
     assert not any(tensor.view(torch.uint8).any() for tensor in rank.arena.tensors.values())
+
+
+REAL_ERRORS = {"packed": 0.03, "int8": 0.25, "fp8": 0.1, "fp8-ue8m0": 0.1, "int4": 0.45}
+"""Largest difference of a real model's logits, root mean square, as a part of the logits."""
+TEXT = "The sea is salty because rivers carry dissolved minerals from rocks on land to the ocean."
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "dtype"), [one for one in CASES if one.id.endswith("-bf16") and "plain" not in one.id]
+)
+def test_a_real_model_stays_near_itself(name, dtype):
+    """SmolLM2 in a format, beside float32, over all positions of a sentence."""
+    folder = smollm2.fetch("float32").path
+    tokens = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    expected = _every(_loaded(folder, "plain", torch.float32), tokens)
+    found = _every(_loaded(folder, name, dtype), tokens)
+    assert float((found - expected).norm() / expected.norm()) <= REAL_ERRORS[name]
+
+
+def _every(rank, tokens):
+    """Returns the logits of every position."""
+    row = Row(tuple(tokens), 0, rank.cache.scratch[0], 0, Sampling())
+    with torch.inference_mode():
+        batch = make_batch([row], rank.cache, rank.config.vocab_size)
+        return rank.model.head.forward(rank.model.hidden(batch, rank.cache))

@@ -42,9 +42,13 @@ def folder(tmp_path_factory) -> Path:
     )  # fmt: skip
 
 
-async def _started(folder: Path, ranks: int, timeout: float = 60) -> RankGroup:
+async def _started(
+    folder: Path, ranks: int, timeout: float = 60, weight_format: str = "plain"
+) -> RankGroup:
     group = await RankGroup.spawn(ranks, 1)
-    settings = {"world_size": ranks, "collective_timeout_seconds": timeout}
+    settings = {
+        "world_size": ranks, "collective_timeout_seconds": timeout, "weight_format": weight_format,
+    }  # fmt: skip
     await group.allocate([start_message(folder, rank=rank, **settings) for rank in range(ranks)])
     return group
 
@@ -102,6 +106,19 @@ async def _refusal_leaves_them_in_step(group: RankGroup) -> None:
     with pytest.raises(InvalidRequest):
         await group.step((Sequence([5, 6, 7]).row(), Sequence([999], first_block=8).row()))
     assert await group.step((Sequence([5, 6, 7]).row(),)) == expected
+
+
+async def test_two_ranks_serve_a_quantised_model(folder):
+    """Each holds its part in blocks of its own; both compute the same, eager and replayed."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        group = await _started(folder, 2, weight_format="fp8")
+        await group.same(LoadDisk(str(folder)), Loaded)
+        await group.same(Capture(), Captured)
+        recorded = {reply.probe for reply in await group.same(RecordProbe(), Recorded)}
+        assert len(recorded) == 1
+        await group.same(CheckProbe(recorded.pop()), Done)
+        assert len(await _tokens(group)) == 2
+        await group.stop()
 
 
 async def test_a_killed_rank_ends_the_others_at_once(folder):

@@ -62,3 +62,10 @@ def test_engine_throughput_runs() -> None:
     assert all(row["tokens_per_second"] > 0 for row in written["rows"])
     engines = {row["method"].split()[0] for row in written["rows"]}
     assert engines == {"seedrelay", "transformers"}
+
+
+def test_weight_formats_runs() -> None:
+    """Every format that can serve here is measured at every size and batch."""
+    written = _run("weight_formats")
+    assert {"fp8_over_plain_96x64_b1", "int4_over_plain_64x160_b32"} <= written["figures"].keys()
+    assert all(row["microseconds_b8"] > 0 for row in written["rows"])

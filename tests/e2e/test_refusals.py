@@ -37,6 +37,7 @@ async def _pull(target: Service, relay: Service, *more: str) -> Result:
     [
         ({}, ("--dtype", "bfloat16"), "dtype: seed float32, target bfloat16"),
         ({"layers": 3}, (), "seed 4, target 3"),
+        ({}, ("--weight-format", "fp8"), "weight_format: seed plain/1, target fp8/1"),
     ],
 )
 async def test_other_format_is_refused_before_a_byte_moves(
