@@ -45,6 +45,9 @@ CASES = [
 packs = pytest.mark.skipif(
     not serves("packed", torch.bfloat16), reason="this processor cannot pack"
 )
+rounds = pytest.mark.skipif(
+    not serves("int8", torch.float32), reason="this processor has no products of int8"
+)
 QUANTISED = [one for one in CASES if LAYOUTS[one.values[0]].quantised]
 
 

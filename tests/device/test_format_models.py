@@ -1,21 +1,25 @@
 """A model in any format: loaded, captured, filled by bytes alone, and cut into ranks."""
 
+from contextlib import nullcontext
+
+import msgspec
 import pytest
 import torch
-from format_cases import CASES, ERRORS, QUANTISED, error, packs
+from format_cases import CASES, ERRORS, QUANTISED, error, packs, rounds
 from safetensors.torch import load_file
 from tiny_llama import Sequence, rank_layer, run, start_message, write_checkpoint
 from transformers import AutoTokenizer
 
 from engine_service.checkpoint import smollm2
 from engine_service.core.messages import Row, Sampling
+from engine_service.device import probe
 from engine_service.device.batch import make_batch
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.rank import Rank
 from engine_service.device.sharding import Shard
 from engine_service.device.tolerance import relative_difference
-from engine_service.errors import ArenaError
+from engine_service.errors import ArenaError, ProbeMismatch
 
 MLP = ("gate", "up", "down")
 PROMPT = tuple(range(1, 33))
@@ -55,6 +59,23 @@ def test_a_model_computes_nearly_what_a_plain_one_does(untied, tied, name, dtype
         rank.capture()
         rank.check_probe(rank.record_probe().probe)
         assert (rank.facts == plain.facts) == (name == "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("plain", True), ("fp8", True), pytest.param("int8", False, marks=rounds)]
+)
+def test_the_probe_allows_what_rounding_the_input_can_do(tied, name, refused):
+    """One percent in float32 is other weights, unless input was rounded to whole numbers."""
+    rank = _loaded(tied, name, torch.float32)
+    rank.capture()
+    recorded = msgspec.msgpack.decode(rank.record_probe().probe, type=probe.Probe)
+    steps = [
+        probe.ProbeStep(step.tokens, tuple(1.01 * logit for logit in step.logits))
+        for step in recorded.steps
+    ]
+    other = msgspec.msgpack.encode(probe.Probe(recorded.prompt, tuple(steps)))
+    with pytest.raises(ProbeMismatch) if refused else nullcontext():
+        rank.check_probe(other)
 
 
 @packs

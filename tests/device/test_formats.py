@@ -85,6 +85,32 @@ def test_what_was_quantised_is_quantised_to_itself(name, dtype):
     assert float((again - read).float().norm() / read.float().norm()) <= 0.01
 
 
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+@torch.inference_mode()
+def test_equal_numbers_are_a_matrix_too(name, dtype):
+    """A row, block or group without any differences, of zeros or others; and input of zeros."""
+    matrix = _matrix(LAYOUTS[name], 160, 64, dtype)
+    weight = torch.full((160, 64), 0.7).to(dtype)
+    weight[130:] = 0
+    matrix.fill(weight)
+    hidden = torch.randn(3, 64).to(dtype)
+    hidden[1] = 0
+    expected = hidden.double() @ weight.double().T
+    assert relative_difference(expected, matrix(hidden).double()) <= 2 * ERRORS[name, dtype]
+    assert not matrix(hidden)[1].any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-ue8m0"])
+@torch.inference_mode()
+def test_every_number_of_float8_is_its_own(name):
+    """Subnormal ones too, under a scale that takes the largest one to the largest there is."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    weight = codes.where(codes.isfinite(), 0.0).view(16, 16) / 8
+    matrix = _matrix(LAYOUTS[name], 16, 16, torch.float32)
+    matrix.fill(weight)
+    assert torch.equal(matrix(torch.eye(16)).T, weight)
+
+
 @pytest.mark.parametrize(("name", "dtype"), QUANTISED)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.inference_mode()
