@@ -85,10 +85,7 @@ def load(
         digests = [found for unit in arena.manifest.units for found in filling.fill(unit, digest)]
     arena.flush()
     if filling.rounded_anew:
-        _log.warning(
-            "%d matrices don't keep the checkpoint's float8 numbers: %s",
-            len(filling.rounded_anew), listed(filling.rounded_anew),
-        )  # fmt: skip
+        _log.warning("not the checkpoint's own float8: %s", listed(filling.rounded_anew))
     return arena.manifest.with_digests(digests), filling.bytes_read
 
 
@@ -109,8 +106,7 @@ class _Filling:
         self._start = 0
         self._block = memoryview(b"")
         self.bytes_read = 0
-        self.rounded_anew: list[str] = []
-        """Matrices that were quantised, and had to be quantised otherwise."""
+        self.rounded_anew: list[str] = []  # matrices whose float8 numbers could not be kept
 
     def fill(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Fills a unit; yields each block's digest, in order."""
@@ -142,13 +138,12 @@ class _Filling:
             self.rounded_anew.append(entry.name)
 
     def _matrix(self, part: Part) -> Tensor | BlockScaled:
-        values = self._rows(part)
         if part.scales is None:
-            return values
+            return self._rows(part)
         raw = bytearray(part.scales.nbytes)
         self._read_run(part.scales, part.scales.offset, memoryview(raw))
         scales = as_tensor(part.scales, raw, part.scales.shape[-1]).float()
-        return BlockScaled(values, scales, (part.slice.rows[0], part.slice.columns[0]))
+        return BlockScaled(self._rows(part), scales, (part.slice.rows[0], part.slice.columns[0]))
 
     def _rows(self, part: Part) -> Tensor:
         """Reads a slice: `[rows, columns]`, `[1, n]` of one dimension."""

@@ -14,6 +14,7 @@ from engine_service.errors import CheckpointError, NonFiniteLogits
 
 FILE = "model.safetensors"
 LAYER = "model.layers.0."
+HEAD = "lm_head.weight"
 DOWN = LAYER + "mlp.down_proj.weight"
 QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 EVEN = {
@@ -129,13 +130,22 @@ def test_a_seam_through_a_block_is_rounded_anew_and_logged(tmp_path, caplog):
     found = held["layer.0.qkv"].float() * rows.repeat_interleave(128, 1)
     assert 0 < float((found - expected).norm() / expected.norm()) <= 0.03
     (record,) = caplog.records
-    assert record.message == "1 matrices don't keep the checkpoint's float8 numbers: layer.0.qkv"
+    assert record.message == "not the checkpoint's own float8: layer.0.qkv"
 
 
 def test_scales_between_powers_of_two_are_rounded_anew_and_logged(tmp_path, caplog):
     """A byte of exponent cannot hold them."""
     _loaded(_checkpoint(tmp_path, num_hidden_layers=1), "fp8-ue8m0")
     assert caplog.text.count("layer.0.") == 4
+
+
+def test_a_head_may_be_float8_too(tmp_path):
+    """It is served in the type of the model."""
+    folder = _checkpoint(tmp_path, tie_word_embeddings=False)
+    tensors = load_file(folder / FILE)
+    tensors[HEAD], tensors[HEAD + "_scale_inv"] = _quantised(tensors[HEAD], powers=False)
+    save_file(tensors, folder / FILE)
+    assert torch.equal(_loaded(folder).arena.tensors["head"], _plain(tensors, HEAD))
 
 
 def test_a_number_that_is_none_never_looks_like_one(tmp_path):
