@@ -10,6 +10,7 @@ from fakes import eventually
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from clients.errors import CallFailed
+from engine_service.core.blocks import BlockPool
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 LATE_SECONDS = 1.0
@@ -88,3 +89,34 @@ async def test_who_leaves_makes_room(busy):
     await eventually(lambda: is_queued(busy, 2))
     busy.ranks.gate.set()
     assert [len(chunks) for chunks in await asyncio.gather(stayer, another)] == [3, 3]
+
+
+async def test_aborting_one_that_waits(busy):
+    """It ends at once and without a token, while others run and wait; it is never prefilled."""
+    busy.scheduler.limits = dataclasses.replace(busy.scheduler.limits, max_waiting=3)
+    stayers = [asyncio.create_task(busy.answer(**tokens(n))) for n in (2, 3)]
+    await eventually(lambda: is_queued(busy, 2))
+    ending = asyncio.create_task(busy.answer(request="leaver", **tokens(LEAVER)))
+    await eventually(lambda: is_queued(busy, 3))
+    assert await busy.client.abort(["leaver"]) == 1
+    (end,) = await ending
+    assert (end.finish_reason, list(end.token_ids)) == (engine_pb2.FINISH_REASON_ABORT, [])
+    assert await is_queued(busy, 2)
+    busy.ranks.gate.set()
+    assert [len(chunks) for chunks in await asyncio.gather(*stayers)] == [3, 3]
+    assert not any(LEAVER in row.tokens for step in busy.ranks.steps for row in step)
+
+
+async def test_what_never_fits_blocks_nobody(service):
+    """Beside a small KV cache, what can never fit is refused at once; what just fits is served."""
+    service.scheduler.pool = BlockPool(4, 4)
+    exact = asyncio.create_task(service.answer(**tokens(*range(15), max_tokens=1)))
+    smaller = asyncio.create_task(service.answer(**tokens(*range(11), max_tokens=9)))
+    for length in (16, 17, 20):
+        with pytest.raises(CallFailed, match="may have 16 together") as refused:
+            await service.answer(**tokens(*range(length)))
+        assert refused.value.code == "INVALID_ARGUMENT"
+    assert len(await service.answer(**tokens(1))) == 3
+    assert len(await exact) == 1
+    assert len(await smaller) == 5  # to the end of the cache
+    assert service.scheduler.pool.used == 0
