@@ -120,3 +120,15 @@ async def test_what_never_fits_blocks_nobody(service):
     assert len(await exact) == 1
     assert len(await smaller) == 5  # to the end of the cache
     assert service.scheduler.pool.used == 0
+
+
+async def test_a_long_text_holds_nobody_up(service):
+    """While the real tokenizer reads a megabyte, others are answered, many times over."""
+    reading, answered = asyncio.create_task(service.answer(text="x" * (1 << 20))), 0
+    while not reading.done():
+        assert len(await service.answer(**tokens(1))) == 3
+        answered += 1
+    with pytest.raises(CallFailed, match="1048576 tokens") as refused:
+        await reading
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert answered > 5
