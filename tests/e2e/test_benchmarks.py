@@ -62,3 +62,16 @@ def test_engine_throughput_runs() -> None:
     assert all(row["tokens_per_second"] > 0 for row in written["rows"])
     engines = {row["method"].split()[0] for row in written["rows"]}
     assert engines == {"seedrelay", "transformers"}
+
+
+def test_health_latency_runs() -> None:
+    """Both methods are answered in every condition, in every state of the start."""
+    written = _run("health_latency")
+    assert {
+        "health_p99_seconds_idle", "health_p99_seconds_prefill", "health_p99_seconds_loading",
+        "status_p99_seconds_loading",
+    } <= written["figures"].keys()  # fmt: skip
+    rows = {row["method"].split()[0]: row for row in written["rows"]}
+    assert rows.keys() == {"loading", "structure", "idle", "prefill"}
+    assert all(row["probes"] > 0 and row["health_max_seconds"] > 0 for row in rows.values())
+    assert rows["loading"]["states"]["INSTANCE_STATE_LOADING"] > 0

@@ -1,4 +1,4 @@
-"""Weights on disk that must not serve: the engine says what is wrong with them, and exits."""
+"""Weights on disk: what must not serve is refused by name, what serves follows no file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage import Stage, refusal, request
+from stage import Stage, answer, reach, refusal, request
 
 NORM = "model.layers.2.input_layernorm.weight"
 Tensors = dict[str, torch.Tensor]
@@ -60,3 +60,28 @@ async def test_weights_that_must_not_serve(
     assert any(words in message for message in seen)
     assert engine.wait() == 1
     assert words in engine.log_tail()
+
+
+@pytest.mark.parametrize("by_rename", [False, True])
+async def test_files_that_change_beneath_an_engine(
+    stage: Stage, model: Path, make_model: Callable[..., Path], tmp_path: Path, *, by_rename: bool
+) -> None:
+    """Whoever serves goes on with the weights that were read; who starts then gets the new ones."""
+    other = make_model("changed", seed=1, hidden_size=128, layers=4, vocab_size=4096)
+    folder = tmp_path / "changing"
+    shutil.copytree(model, folder)
+    old = stage.engine(folder)
+    digest = (await reach(old)).weights_digest
+    expected = await answer(old)
+    if by_rename:
+        shutil.copy(other / "model.safetensors", folder / "new")
+        (folder / "new").rename(folder / "model.safetensors")
+    else:
+        data = (other / "model.safetensors").read_bytes()
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.write(data)
+    assert await answer(old) == expected
+    anew, fresh = stage.engine(folder), stage.engine(other)
+    assert digest != (await reach(anew)).weights_digest == (await reach(fresh)).weights_digest
+    assert await answer(anew) == await answer(fresh) != expected
+    assert await answer(old) == expected
