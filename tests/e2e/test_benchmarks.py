@@ -75,3 +75,11 @@ def test_health_latency_runs() -> None:
     assert rows.keys() == {"loading", "structure", "idle", "prefill"}
     assert all(row["probes"] > 0 and row["health_max_seconds"] > 0 for row in rows.values())
     assert rows["loading"]["states"]["INSTANCE_STATE_LOADING"] > 0
+
+
+def test_structure_cost_runs() -> None:
+    """Answers with and without a schema are as long, one at a time and together."""
+    written = _run("structure_cost")
+    assert written["figures"].keys() == {"schema_over_plain_b1", "schema_over_plain_b8"}
+    methods = {row["method"] for row in written["rows"]}
+    assert methods == {"plain b1", "schema b1", "plain b8", "schema b8"}
