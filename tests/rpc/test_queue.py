@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import grpc
 import pytest
@@ -72,6 +73,36 @@ async def test_who_leaves_the_queue(busy, ask, answers, leaves):
     rows = [row for step in busy.ranks.steps for row in step]
     assert not any(LEAVER in row.tokens for row in rows)
     assert busy.scheduler.pool.used == 0
+
+
+@pytest.mark.parametrize("leaves", ["deadline", "cancel"])
+async def test_who_leaves_before_the_queue(service, monkeypatch, leaves):
+    """Whoever is late or leaves while the prompt is still read never gets into the queue."""
+    begun, go_on = threading.Event(), threading.Event()
+    encode = service.instance.codec.encode
+
+    def slowly(text: str) -> tuple[int, ...]:
+        begun.set()
+        assert go_on.wait(30)
+        return encode(text)
+
+    monkeypatch.setattr(service.instance.codec, "encode", slowly)
+    asked = engine_pb2.GenerateRequest(request="leaver", text="M")
+    stub = engine_pb2_grpc.EngineServiceStub(service.client.channel)
+    call = stub.Generate(asked, timeout=LATE_SECONDS if leaves == "deadline" else None)
+    reading = asyncio.ensure_future(call.read())
+    await eventually(begun.is_set)
+    if leaves == "cancel":
+        call.cancel()
+    await asyncio.wait([reading])
+
+    async def forgotten() -> bool:
+        return await service.client.abort(["leaver"]) == 0
+
+    await eventually(forgotten)
+    go_on.set()
+    assert len(await service.answer(request="leaver", **tokens(2))) == 3
+    assert not any(LEAVER in row.tokens for step in service.ranks.steps for row in step)
 
 
 async def test_who_leaves_makes_room(busy):
