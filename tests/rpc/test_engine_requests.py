@@ -300,3 +300,26 @@ async def _read(stream, count: int) -> None:
         for _ in range(count):
             if await anext(stream, None) is None:
                 return
+
+
+async def test_a_caller_chooses_how_many_tokens_a_message_has(service):
+    """Fewer messages say the same, each token with its log-probability."""
+    asked = tokens(5, 6, 7, max_tokens=9, logprobs=0, seed=1)
+    each = await service.answer(**asked)
+    joined = await service.answer(**asked, stream_interval=4)
+    assert [len(message.token_ids) for message in joined] == [1, 4, 4]
+    for name in ("token_ids", "logprobs"):
+        assert [x for m in joined for x in getattr(m, name)] == [
+            x for m in each for x in getattr(m, name)
+        ]
+    assert "".join(m.text for m in joined) == "".join(m.text for m in each)
+    assert joined[-1].usage == each[-1].usage
+    assert joined[-1].version_spans == each[-1].version_spans
+
+
+async def test_a_negative_stream_interval_is_refused(service):
+    """Before anything is expected of the request: its name stays free."""
+    with pytest.raises(CallFailed) as caught:
+        await service.answer(**tokens(5), request="mine", stream_interval=-1)
+    assert caught.value.details["field"] == "stream_interval"
+    assert await service.client.abort(["mine"]) == 0
