@@ -43,6 +43,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
     weight_format: str = "auto"
     """How matrices are held: one of `WEIGHT_FORMATS`; `auto` is the fastest that is exact."""
+    compiled: str = "auto"
+    """Decode with the layer that `seedrelay model compile` made: `auto` where there is one,
+    `require`, or `off`."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     threads: int = 0
@@ -90,6 +93,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
+        _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         if self.expert_parallel_size != 1:
             raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")

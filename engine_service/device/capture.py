@@ -26,7 +26,7 @@ _PROOF_ROWS = 64
 _PROOF_NUMBERS = 1_000_003
 
 
-def trace(model: object, stage: Stage, inputs: int) -> Graph:
+def trace(model: object, stage: Stage, inputs: int) -> fx.GraphModule:
     """Returns a function of the stage's weights and its `inputs`, free of the stage's Python.
 
     Raises `CaptureError` for a stage that cannot be traced, and for one that closes over
@@ -44,8 +44,7 @@ def trace(model: object, stage: Stage, inputs: int) -> Graph:
         raise
     except Exception as error:
         raise CaptureError(f"{_name(stage)} cannot be captured: {error}") from error
-    forward: Graph = fx.GraphModule(torch.nn.Module(), graph).forward
-    return forward
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):

@@ -34,6 +34,11 @@ LOGIT_ERRORS = {
 """Largest difference of a logit, as a part of the largest; layers of random numbers magnify it."""
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1)
+
+
 def _rank(folder, name, dtype, **changes):
     served = str(dtype).removeprefix("torch.")
     return Rank(start_message(folder, served, weight_format=name, **changes))

@@ -17,6 +17,11 @@ from relay_service.core.dtypes import DType
 SIZES = [(64, 64), (199, 64), (1, 64), (30, 50), (96, 576), (300, 200)]
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1)
+
+
 def _matrix(layout, rows, columns, dtype):
     """Returns a matrix on memory of its own, all zero."""
     declared = layout.stored(MANIFEST_DTYPES[dtype], rows, columns)
@@ -93,10 +98,10 @@ def test_equal_numbers_are_a_matrix_too(name, dtype):
     weight = torch.full((160, 64), 0.7).to(dtype)
     weight[130:] = 0
     matrix.fill(weight)
-    hidden = torch.randn(3, 64).to(dtype)
+    hidden = torch.rand(3, 64).to(dtype)
     hidden[1] = 0
     expected = hidden.double() @ weight.double().T
-    assert relative_difference(expected, matrix(hidden).double()) <= 2 * ERRORS[name, dtype]
+    assert relative_difference(expected, matrix(hidden).double()) <= ERRORS[name, dtype]
     assert not matrix(hidden)[1].any()
 
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine_service.device.formats.block_scaled import BlockScaled, expanded
 from engine_service.device.formats.layouts import BLOCK
+from engine_service.device.formats.operators import opaque
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _NAN = 0x7F
@@ -61,9 +61,8 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, *stored)
 
 
+@opaque("fp8_product", stored=2)
 def _product(hidden: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    if has_torch_function((hidden, values, scales)):  # being traced: one call in the graph
-        return handle_torch_function(_product, (hidden, values, scales), hidden, values, scales)
     bands = _bands(values, scales)
     return torch.cat([functional.linear(hidden, band.to(hidden.dtype)) for band in bands], 1)
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine_service.device.formats.layouts import INT4_COLUMNS
+from engine_service.device.formats.operators import opaque
 
 _aten = torch.ops.aten
 _STEPS = 15
@@ -50,9 +50,8 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, *stored)
 
 
+@opaque("int4_product", stored=2)
 def _product(hidden: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    if has_torch_function((hidden, packed, scales)):  # being traced: one call in the graph
-        return handle_torch_function(_product, (hidden, packed, scales), hidden, packed, scales)
     groups, rows, _ = scales.shape
     columns = _padded(hidden.shape[1])
     numbers = packed.view(-1)[: rows * columns // 2].view(rows, columns // 2)

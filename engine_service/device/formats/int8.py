@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine_service.device.formats import onednn
+from engine_service.device.formats.operators import opaque
 
 _onednn = torch.ops.onednn
 _LARGEST = 127
@@ -40,9 +40,8 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, *stored)
 
 
+@opaque("int8_product", stored=2)
 def _product(hidden: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    if has_torch_function((hidden, packed, scale)):  # being traced: one call in the graph
-        return handle_torch_function(_product, (hidden, packed, scale), hidden, packed, scale)
     tiles = _tiles(packed.data_ptr(), packed.shape[0], hidden.shape[-1])
     numbers, token_scale = _rounded(hidden)
     product: Tensor = _onednn.qlinear_pointwise.default(

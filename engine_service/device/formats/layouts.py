@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         if self.head is None:
             return own
         head = ("head_format", f"{self.head.name}/{self.head.version}")
-        return (*own, head, *self.head.order_facts())
+        return tuple(dict.fromkeys((*own, head, *self.head.order_facts())))
 
     def names(self, matrix: str) -> list[str]:
         """Returns the names of a matrix's tensors, in order."""
@@ -174,21 +174,18 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-_ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
 PLAIN = Layout("plain", 1, _plain, streams=True)
 PACKED = Layout(
-    "packed", 1, _packed, lambda: processor.order_facts("packed", _ONEDNN_LIMIT),
+    "packed", 1, _packed, processor.machine_facts,
     needs=processor.TILES, types=frozenset({DType.BF16}),
 )  # fmt: skip
 INT8 = Layout(
-    "int8", 1, _int8, lambda: processor.order_facts("int8", _ONEDNN_LIMIT),
+    "int8", 1, _int8, processor.machine_facts,
     needs=processor.INT8_TILES, quantised=True, tolerance=_ROUNDED_INPUT,
 )  # fmt: skip
 FP8 = Layout("fp8", 1, _fp8, quantised=True)
 FP8_UE8M0 = Layout("fp8-ue8m0", 1, _fp8_ue8m0, quantised=True)
-INT4 = Layout(
-    "int4", 1, _int4, lambda: processor.order_facts("int4", "ATEN_CPU_CAPABILITY"), quantised=True
-)
+INT4 = Layout("int4", 1, _int4, processor.machine_facts, quantised=True)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {layout.name: layout for layout in (PLAIN, PACKED, INT8, FP8, FP8_UE8M0, INT4)}
 )

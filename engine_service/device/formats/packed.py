@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine_service.device.formats import onednn
+from engine_service.device.formats.operators import opaque
 
 _mkldnn = torch.ops.mkldnn
 
@@ -27,9 +27,8 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, stored[0])
 
 
+@opaque("packed_product")
 def _product(hidden: Tensor, packed: Tensor) -> Tensor:
-    if has_torch_function((hidden, packed)):  # being traced: one call in the graph
-        return handle_torch_function(_product, (hidden, packed), hidden, packed)
     tiles = _tiles(packed.data_ptr(), packed.shape[0], hidden.shape[-1], packed.dtype)
     product: Tensor = _mkldnn._linear_pointwise.default(hidden, tiles, None, "none", [], "")  # noqa: SLF001 - its only name
     return product

@@ -22,13 +22,12 @@ def flags() -> frozenset[str]:
     return frozenset(found.partition(":")[2].split())
 
 
-def order_facts(name: str, limit: str) -> tuple[tuple[str, str], ...]:
-    """Returns what a library orders the bytes of a format by: its version and the processor.
-
-    `limit` is the environment variable that forbids it some instructions.
-    """
+def machine_facts() -> tuple[tuple[str, str], ...]:
+    """Returns what libraries choose code and orders by: their version, and the processor."""
+    vectors = sorted(flag for flag in flags() if flag.startswith(("avx", "amx")))
     return (
-        (f"{name}.torch", importlib.metadata.version("torch")),
-        (f"{name}.isa", " ".join(sorted(f for f in flags() if f.startswith(("avx", "amx"))))),
-        (f"{name}.isa_limit", os.environ.get(limit, "")),
+        ("machine.torch", importlib.metadata.version("torch")),
+        ("machine.isa", " ".join(vectors)),
+        ("machine.isa_limit", os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
+        ("machine.capability_limit", os.environ.get("ATEN_CPU_CAPABILITY", "")),
     )
