@@ -14,12 +14,13 @@ from engine_service.checkpoint import smollm2
 from engine_service.core.messages import Row, Sampling
 from engine_service.device import probe
 from engine_service.device.batch import make_batch
+from engine_service.device.capture import prove
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.rank import Rank
 from engine_service.device.sharding import Shard
 from engine_service.device.tolerance import relative_difference
-from engine_service.errors import ArenaError, ProbeMismatch
+from engine_service.errors import ArenaError, CaptureError, ProbeMismatch
 
 MLP = ("gate", "up", "down")
 PROMPT = tuple(range(1, 33))
@@ -66,9 +67,21 @@ def test_a_model_computes_nearly_what_a_plain_one_does(untied, tied, name, dtype
         assert (rank.facts == plain.facts) == (name == "plain")
 
 
-@pytest.mark.parametrize(
-    ("name", "refused"), [("plain", True), ("fp8", True), pytest.param("int8", False, marks=rounds)]
-)
+ROUNDED = [("plain", True), ("fp8", True), pytest.param("int8", False, marks=rounds)]
+
+
+@pytest.mark.parametrize(("name", "refused"), ROUNDED)
+@torch.inference_mode()
+def test_a_graph_may_be_off_by_what_rounding_the_input_can_do(tied, name, refused):
+    """A compiled layer computes a last bit otherwise, which int8 may round the other way."""
+    rank = _loaded(tied, name, torch.float32)
+    rank.capture()
+    layer, (_, inputs) = rank.graphs.layer, rank.graphs.layer_example()
+    with pytest.raises(CaptureError) if refused else nullcontext():
+        prove(rank.model.layers[0], lambda *given: 1.01 * layer(*given), inputs)
+
+
+@pytest.mark.parametrize(("name", "refused"), ROUNDED)
 def test_the_probe_allows_what_rounding_the_input_can_do(tied, name, refused):
     """One percent in float32 is other weights, unless input was rounded to whole numbers."""
     rank = _loaded(tied, name, torch.float32)

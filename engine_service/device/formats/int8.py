@@ -8,7 +8,8 @@ to read signed input as unsigned.
 Error: a product of normally distributed numbers is off by 0.8 % (64 columns) to 1.3 % (4096),
 root mean square, as a part of the products. An outlier makes its own row, or token, coarser.
 Input that is not finite gives NaN. Since a last bit of the input can decide which way a number is
-rounded, two machines may differ by more than the type of the model would let them.
+rounded, two machines, or a layer before and after it was compiled, may differ by more than the
+type of the model would let them.
 """
 
 from __future__ import annotations
