@@ -97,7 +97,7 @@ def test_what_does_not_divide_is_refused_with_the_numbers(changes, ranks, words)
     """Every refusal says how many of what, and over how many ranks."""
     sizes = {"heads": 12, "kv_heads": 12, "ffn_size": 96, "vocab_size": 204} | changes
     config = ModelConfig(
-        hidden_size=64, layers=1, head_dim=16, tied=True, norm_eps=1e-5, rope_theta=1e4,
+        hidden_size=64, layers=1, head_dim=16, tied=True, norm_eps=1e-5,
         max_positions=128, **sizes,
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=words):

@@ -1,0 +1,91 @@
+"""Every family and every way to rotate computes what transformers computes, in float32."""
+
+import pytest
+import torch
+from oracles import CASES, make
+from tiny_llama import Sequence, run, serving_rank, start_message
+
+from engine_service.core.messages import Row, Sampling
+from engine_service.device.batch import make_batch
+from engine_service.device.rank import Rank
+
+PROMPTS = ([5], [1, 2, 3], [(7 * i) % 199 for i in range(40)], [9] * 17)
+TOKENS = 24
+LIMIT = 1e-4
+"""Largest difference of logits allowed, as a part of the largest one."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """Our rank, captured and so audited, and the model of transformers."""
+    oracle = make(request.param, tmp_path_factory.mktemp("family"))
+    return serving_rank(oracle.folder, capture=True), oracle
+
+
+def _difference(expected, found) -> float:
+    assert expected.shape == found.shape
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+@torch.inference_mode()
+def _all_logits(rank, row) -> torch.Tensor:
+    batch = make_batch([row], rank.cache, rank.config.vocab_size)
+    return rank.model.head.forward(rank.model.hidden(batch, rank.cache))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits_of_a_prompt(pair, prompt):
+    """After each of its tokens, computed at once."""
+    rank, oracle = pair
+    assert _difference(oracle.logits(prompt), _all_logits(rank, Sequence(prompt).row())) < LIMIT
+
+
+def test_logits_of_a_prompt_in_chunks(pair):
+    """However it is cut; a chunk of one token is decoded by the captured graph."""
+    rank, oracle = pair
+    prompt = PROMPTS[2]
+    expected = oracle.logits(prompt)
+    for start, end in ((0, 5), (5, 19), (19, 20), (20, 40)):
+        row = Row(tuple(prompt[start:end]), start, tuple(range(8)), 0, Sampling())
+        decoded = end - start == 1
+        found = rank.runner.decode([row]) if decoded else _all_logits(rank, row)
+        assert _difference(expected[start:end], found) < LIMIT
+
+
+def test_greedy_tokens_of_a_mixed_batch(pair):
+    """Prompts of many lengths, prefilled eagerly and decoded together by the graph."""
+    rank, oracle = pair
+    sequences = [Sequence(p, first_block=8 * i) for i, p in enumerate(PROMPTS)]
+    run(rank.step, sequences, TOKENS)
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+        assert sequence.output == oracle.greedy(prompt, TOKENS)
+
+
+@torch.inference_mode()
+def test_replay_equals_eager(pair):
+    """For a batch of mixed lengths, logit for logit."""
+    rank, _ = pair
+    sequences = [Sequence(p, first_block=8 * i) for i, p in enumerate(PROMPTS)]
+    run(rank.step, sequences, 2)
+    batch = make_batch([s.row() for s in sequences], rank.cache, rank.config.vocab_size)
+    eager, replayed = rank.model.forward(batch, rank.cache), rank.graphs.replay(batch)
+    assert torch.equal(eager, replayed)
+
+
+def test_a_dummy_serves_the_bytes_of_a_seed(pair):
+    """Captured on zeros, then filled by a copy of the arena's bytes: the same tokens."""
+    rank, oracle = pair
+    target = Rank(start_message(oracle.folder))
+    target.capture()
+    assert target.facts == rank.facts
+    for mine, theirs in zip(
+        target.arena.tensors.values(), rank.arena.tensors.values(), strict=True
+    ):
+        mine.copy_(theirs)
+    assert target.arena.digested() == rank.arena.digested()
+    target.arena.seal()
+    target.check_probe(rank.record_probe().probe)
+    mine, theirs = Sequence(PROMPTS[1]), Sequence(PROMPTS[1])
+    run(target.step, [mine], TOKENS)
+    run(rank.step, [theirs], TOKENS)
+    assert mine.output == theirs.output
