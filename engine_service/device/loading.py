@@ -131,7 +131,7 @@ class _Filling:
             yield digest(self._arena.view(start, nbytes))
 
     def _whole(self, entry: TensorEntry) -> Tensor:
-        """Reads all that a tensor is made of: `[rows, columns]`, `[1, n]` of one dimension."""
+        """Reads all that a tensor is made of, one part's rows below the other's."""
         parts = [self._parts[name] for name in entry.logical.split("+")]
         return torch.cat([self._matrix(part, entry.dtype) for part in parts])
 
@@ -140,8 +140,7 @@ class _Filling:
         raw = bytearray(count * found.itemsize)
         self._read(part, 0, count, memoryview(raw))
         self._progress(self.bytes_read)
-        columns = part.slice.shape[-1]
-        return torch.frombuffer(raw, dtype=TORCH_DTYPES[found]).view(-1, columns)
+        return torch.frombuffer(raw, dtype=TORCH_DTYPES[found]).view(part.slice.shape)
 
     def _fill_blocks(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Yields a digest as soon as its block is complete."""
