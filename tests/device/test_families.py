@@ -7,12 +7,16 @@ from tiny_llama import Sequence, run, serving_rank, start_message
 
 from engine_service.core.messages import Row, Sampling
 from engine_service.device.batch import make_batch
+from engine_service.device.models.families import FAMILIES
+from engine_service.device.models.rope import KINDS
 from engine_service.device.rank import Rank
 
 PROMPTS = ([5], [1, 2, 3], [(7 * i) % 199 for i in range(40)], [9] * 17)
 TOKENS = 24
 LIMIT = 1e-4
 """Largest difference of logits allowed, as a part of the largest one."""
+HALF_FACTOR = 1.5
+"""Mean error allowed in half precision, beside that of transformers."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -25,6 +29,14 @@ def pair(request, tmp_path_factory):
 def _difference(expected, found) -> float:
     assert expected.shape == found.shape
     return float((expected - found).abs().max() / expected.abs().max())
+
+
+def test_every_family_and_every_rotation_has_a_case():
+    """Nothing is listed that is not held against the reference."""
+    architectures = {f"{case.family}ForCausalLM" for case in CASES.values()}
+    assert architectures | {"DeepseekForCausalLM"} == set(FAMILIES)
+    kinds = {case.settings.get("rope_parameters", {}).get("rope_type") for case in CASES.values()}
+    assert kinds - {None} == set(KINDS)
 
 
 @torch.inference_mode()
@@ -89,3 +101,29 @@ def test_a_dummy_serves_the_bytes_of_a_seed(pair):
     run(target.step, [mine], TOKENS)
     run(rank.step, [theirs], TOKENS)
     assert mine.output == theirs.output
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama, biased", {}),
+        ("qwen3", {}),
+        ("gemma", {}),
+        # Every expert is chosen: which ones are not would hang on rounding.
+        ("mixtral", {"num_experts_per_tok": 4}),
+        ("qwen2-moe", {"num_experts_per_tok": 6}),
+        ("dots1", {"num_experts_per_tok": 8, "topk_group": 4}),
+    ],
+)
+def test_half_precision_rounds_like_the_reference(tmp_path, name, sizes):
+    """In bfloat16, in whatever format serves fastest here: packed, where it can be."""
+    oracle = make(name, tmp_path, **sizes)
+    rank = Rank(start_message(oracle.folder, "bfloat16", weight_format="auto"))
+    rank.load(oracle.folder, lambda _done, _total: None)
+    rank.capture()
+    prompt = PROMPTS[2]
+    exact, ours = oracle.logits(prompt), _all_logits(rank, Sequence(prompt).row())
+    oracle.model.to(torch.bfloat16)
+    theirs = oracle.logits(prompt).float()
+    assert (ours - exact).abs().mean() < HALF_FACTOR * (theirs - exact).abs().mean()
+    rank.check_probe(rank.record_probe().probe)

@@ -60,7 +60,7 @@ def _as_deepseek(method: str) -> Callable[[torch.nn.Module], dict[str, object]]:
 
 _PLAIN_GLM = {**_GROUPED, "head_dim": 16, "partial_rotary_factor": 1.0}
 _STRETCHED = {"original_max_position_embeddings": TRAINED_POSITIONS}
-CASES = {
+FAMILIES = {
     "llama": Case("Llama", {"tie_word_embeddings": True}),
     "llama, biased": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": Case("Mistral", {"head_dim": 24, "sliding_window": 128}),
@@ -88,6 +88,8 @@ CASES = {
     ),
     "deepseek": Case("Glm4Moe", _PLAIN_GLM, _as_deepseek("greedy")),
     "deepseek, grouped": Case("Glm4Moe", _PLAIN_GLM, _as_deepseek("group_limited_greedy")),
+}  # fmt: skip
+ROPES = {
     "linear rope": Case("Llama", _rope("linear")),
     "llama3 rope": Case(
         "Llama", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_STRETCHED)
@@ -104,6 +106,7 @@ CASES = {
         },
     ),
 }  # fmt: skip
+CASES = FAMILIES | ROPES
 
 
 class Oracle(NamedTuple):
@@ -125,10 +128,11 @@ class Oracle(NamedTuple):
         return tokens[len(prompt) :]
 
 
-def make(name: str, folder: Path) -> Oracle:
+def make(name: str, folder: Path, **sizes: int) -> Oracle:
     """Writes a random model of a case, in several files with an index."""
     case = CASES[name]
-    config = getattr(transformers, f"{case.family}Config")(**{**_SIZES, **case.settings})
+    settings = {**_SIZES, **case.settings, **sizes}
+    config = getattr(transformers, f"{case.family}Config")(**settings)
     torch.manual_seed(7)
     model = getattr(transformers, f"{case.family}ForCausalLM")(config).eval()
     changes = case.change(model)
