@@ -53,7 +53,12 @@ class Rank:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
         arena = self.arena
         return messages.Allocated(
-            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors)
+            manifest=arena.manifest,
+            facts=self.facts,
+            max_positions=self.config.max_positions,
+            address=arena.address,
+            page_kind=arena.page_kind,
+            descriptors=len(arena.descriptors),
         )
 
     def capture(self) -> None:

@@ -13,17 +13,17 @@ from seedrelay.v1 import engine_pb2
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TOKENS = 24
-SIZES = {"vocab_size": 320, "max_position_embeddings": 256}
+SIZES = {"vocab_size": 320, "max_position_embeddings": 48}
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "transport"),
     [
-        ("dots1", 1, "grpc"),
+        ("yarn, all set", 1, "grpc"),
         ("qwen2-moe", 2, "shm"),
         pytest.param("llama, biased", 2, "grpc", marks=pytest.mark.full),
         pytest.param("glm4-moe", 1, "shm", marks=pytest.mark.full),
-        pytest.param("yarn", 1, "grpc", marks=pytest.mark.full),
+        pytest.param("dots1", 2, "grpc", marks=pytest.mark.full),
     ],
 )
 async def test_a_target_answers_as_transformers_does(
@@ -32,6 +32,7 @@ async def test_a_target_answers_as_transformers_does(
     """A seed from disk, and a target that it fills: the same digests and the oracle's tokens."""
     oracle = make(name, tmp_path / "model", **SIZES)
     byte_tokenizer(256).tokenizer.save(str(oracle.folder / "tokenizer.json"))
+    positions = 128 if name.startswith("yarn") else 48  # stretched eight times, from 16
     split = ("--tp", str(ranks), "--dtype", "float32")
     relay = stage.relay()
     seed = stage.engine(oracle.folder, "--relay", relay.address, *split)
@@ -42,5 +43,6 @@ async def test_a_target_answers_as_transformers_does(
         tokens=engine_pb2.TokenPrompt(token_ids=PROMPT),
         sampling=engine_pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True),
     )
+    assert filled.limits.max_context_tokens == seeded.limits.max_context_tokens == positions
     expected = oracle.greedy(PROMPT, TOKENS)
     assert await answer(seed, asked) == await answer(target, asked) == expected
