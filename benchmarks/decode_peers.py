@@ -24,10 +24,11 @@ Stamps = list[list[float]]
 class Ours:
     """Our engine, as a client sees it: a stream per prompt, all begun at once."""
 
-    name = "seedrelay"
-
-    def __init__(self, engine: Service) -> None:
+    def __init__(self, engine: Service, interval: int = 1) -> None:
+        """`interval`: tokens of a message."""
+        self.name = "seedrelay" if interval == 1 else f"seedrelay by {interval}"
         self._engine = engine
+        self._interval = interval
         self.pid = engine.pid
 
     def generate(self, prompts: Prompts, tokens: int) -> Stamps:
@@ -48,6 +49,7 @@ class Ours:
         request = engine_pb2.GenerateRequest(
             tokens=engine_pb2.TokenPrompt(token_ids=prompt),
             sampling=engine_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
+            stream_interval=self._interval,
         )
         return [
             time.perf_counter() - began

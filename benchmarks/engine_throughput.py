@@ -3,7 +3,8 @@
 Same model, dtype, prompts and compute threads; one engine works at a time, the others are
 stopped meanwhile (some poll), in interleaved rounds with fresh random prompts:
 
-    seedrelay      a real engine process, measured by a client over gRPC
+    seedrelay      a real engine process, measured by a client over gRPC, which gets a message
+                   per token, or one per 16; its decode layer was compiled before it started
     transformers   `generate` of the library, one batch
     vllm           vLLM's engine, where `--vllm-python` names an environment that has it
 
@@ -16,9 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +55,8 @@ COLUMNS = {
 }  # fmt: skip
 BATCHES = (1, 8, 32)
 TOKENS = 64
+MESSAGE_TOKENS = 16
+"""Tokens of a message where a caller does not want each of them at once."""
 LONG_ROUNDS = 3
 """Rounds at a context of 1024, which no goal is about."""
 VOCABULARY = 4000
@@ -119,6 +124,7 @@ def compare(model: Path, options: argparse.Namespace, folder: Path) -> tuple[lis
             "engine", "--model", str(model), "--listen", "127.0.0.1:0",
             "--threads", str(options.threads), "--kv-cache-tokens", "40000",
         ]  # fmt: skip
+        compiled = compile_layer(model, options)
         began = time.monotonic()
         engine = stack.enter_context(Service(arguments, folder / "engine.log"))
         asyncio.run(ready(engine))
@@ -128,7 +134,9 @@ def compare(model: Path, options: argparse.Namespace, folder: Path) -> tuple[lis
         pid, pipe, _ = stack.enter_context(
             table.peer(be_transformers, str(model), options.dtype, options.threads)
         )
-        engines: list[Ours | Peer | VllmPeer] = [ours, Peer("transformers", pid, pipe)]
+        engines: list[Ours | Peer | VllmPeer] = [
+            ours, Ours(engine, MESSAGE_TOKENS), Peer("transformers", pid, pipe)
+        ]  # fmt: skip
         if options.vllm_python:
             vllm = VllmPeer(options.vllm_python, model, options.dtype, folder / "vllm.log")
             engines.append(stack.enter_context(vllm))
@@ -145,7 +153,18 @@ def compare(model: Path, options: argparse.Namespace, folder: Path) -> tuple[lis
         for _ in range(9):
             reader.send("read")
             read.append(reader.recv())
-    return bench.rows, {"bytes_per_second": statistics.median(read), "starts": starts}
+    return bench.rows, {
+        "bytes_per_second": statistics.median(read), "starts": starts, "compiled": compiled
+    }  # fmt: skip
+
+
+def compile_layer(model: Path, options: argparse.Namespace) -> dict:
+    """Makes the decode layer that the engine then finds, unless the machine has it."""
+    command = [
+        sys.executable, "-m", "clients", "model", "compile", str(model),
+        "--threads", str(options.threads), "--json",
+    ]  # fmt: skip
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def figures(rows: list[table.Row], model: Path, found: dict) -> dict[str, float]:
@@ -158,6 +177,9 @@ def figures(rows: list[table.Row], model: Path, found: dict) -> dict[str, float]
             if methods.issuperset(pair):
                 ratio = table.median_ratio(rows, *pair, "tokens_per_second")
                 drawn[f"decode_over_{label}_b{batch}"] = ratio
+                pair = f"seedrelay by {MESSAGE_TOKENS} b{batch}", pair[1]
+                ratio = table.median_ratio(rows, *pair, "tokens_per_second")
+                drawn[f"decode_by_{MESSAGE_TOKENS}_over_{label}_b{batch}"] = ratio
     limit = found["bytes_per_second"] / weight_bytes(model)
     decode = table.median(rows, "seedrelay b1", "tokens_per_second")
     drawn["decode_over_bandwidth_limit_b1"] = decode / limit
@@ -202,7 +224,7 @@ def main() -> None:
         "context": "mean of prompt and half of the answer: 128 unless the method says else",
         "decode": "of the whole batch, by the client's clock",
         "memory_bytes_per_second": found["bytes_per_second"],
-        "start_to_first_token_seconds": found["starts"],
+        "start_to_first_token_seconds": found["starts"], "layer": found["compiled"],
         "seconds_whole": time.monotonic() - began,
         "versions": table.versions("grpcio", "torch", "transformers"),
     }  # fmt: skip

@@ -36,7 +36,7 @@ from engine_service.errors import ConfigError, EngineError
 _SECONDS_BETWEEN_LINES = 5.0
 _MIB = 1 << 20
 
-app = typer.Typer(no_args_is_help=True, help="Make model folders: a real small one, random ones.")
+app = typer.Typer(no_args_is_help=True, help="Make model folders, compile a model's layer.")
 
 
 class Model(StrEnum):

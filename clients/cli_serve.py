@@ -63,6 +63,9 @@ def engine(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     weight_format: Annotated[str, typer.Option(help="auto, plain or packed.")] = "auto",
+    compiled: Annotated[
+        str, typer.Option(help="auto, require or off: layer of `seedrelay model compile`.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.", min=0)] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,
@@ -101,8 +104,8 @@ def engine(
             weight_version=weight_version, instance_name=instance_name, advertise=advertise,
             tensor_parallel_size=tp, collective_timeout_seconds=collective_timeout,
             expert_parallel_size=ep, dtype=dtype,
-            weight_format=weight_format, device=device, threads=threads, deadline_seconds=deadline,
-            fallback=fallback, transport=transport,
+            weight_format=weight_format, compiled=compiled, device=device,
+            threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting,

@@ -42,6 +42,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
     weight_format: str = "auto"
     """How weight matrices are held: `plain`, `packed`, or `auto` for what serves fastest."""
+    compiled: str = "auto"
+    """Decode with the layer that `seedrelay model compile` made: `auto` where there is one,
+    `require`, or `off`."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     threads: int = 0
@@ -88,6 +91,7 @@ class EngineConfig:
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
+        _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         if self.expert_parallel_size != 1:
             raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")

@@ -6,6 +6,7 @@ import json
 from fakes import FakeRunner, byte_level_tokenizer
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from clients.credentials import NOTHING, Credentials
 from clients.engine import EngineClient
 from engine_service.config import EngineConfig
 from engine_service.core.blocks import BlockPool
@@ -54,10 +55,10 @@ class Service:
         self.instance.codec = TextCodec(self.instance.files)
         self.instance.lifecycle.state = State.READY
 
-    async def start(self, listen: str = "127.0.0.1:0") -> None:
+    async def start(self, listen: str = "127.0.0.1:0", credentials: Credentials = NOTHING) -> None:
         """Listens and runs steps."""
-        self._server = rpc.new_server()
-        address = rpc.bind(self._server, listen)
+        self._server = rpc.new_server(credentials)
+        address = rpc.bind(self._server, listen, credentials)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(self.instance, Filler(self.instance)), self._server
         )
@@ -71,7 +72,7 @@ class Service:
             asyncio.create_task(self.instance.engine.run()),
         ]
         self.address = address
-        self.client = EngineClient(address)
+        self.client = EngineClient(address, credentials)
 
     async def stop(self) -> None:
         """Ends it."""

@@ -69,7 +69,7 @@ def lay_out_bytes(sizes: Sequence[int], rank: int = 0) -> Manifest:
 
 
 def seam_layout(rank: int = 0) -> Manifest:
-    """Lays out tensors of every awkward size: around a block, tiny, scalar and empty."""
+    """Lays out tensors of every type and awkward size: around a block, tiny, scalar and empty."""
     big = [UnitSpec(f"big.{n}", (TensorSpec(f"w.{n}", DType.U8, (n,)),)) for n in SEAM_BYTES]
     odd = UnitSpec(
         "odd",
@@ -81,8 +81,9 @@ def seam_layout(rank: int = 0) -> Manifest:
             TensorSpec("column", DType.F32, (3, 2), strides=(1, 3)),
         ),
     )
+    types = UnitSpec("types", tuple(TensorSpec(f"of.{d}", d, (3,)) for d in DType))
     hollow = UnitSpec("hollow_unit", (TensorSpec("nothing", DType.U8, (0,)),))
-    return lay_out(rank, [*big[:3], odd, hollow, *big[3:]])
+    return lay_out(rank, [*big[:3], odd, types, hollow, *big[3:]])
 
 
 def random_bytes(manifest: Manifest, seed: int = 1) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from engine_service.core.detokenizer import Detokenizer
@@ -35,11 +36,21 @@ class Piece:
     weights: Weights
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: TokenLogprobs | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, where they are wanted."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     reused_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     ending: Ending | None = None
+
+    def joined(self, later: Piece) -> Piece:
+        """Returns this piece and the next one of the same answer as one."""
+        return Piece(
+            index=self.index, weights=later.weights, tokens=self.tokens + later.tokens,
+            text=self.text + later.text, logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            reused_tokens=later.reused_tokens, ending=later.ending,
+        )  # fmt: skip
 
 
 async def answer(
@@ -77,6 +88,28 @@ async def answer(
             engine.end(sequence, Finish.ABORT)
 
 
+async def gathered(pieces: AsyncGenerator[Piece], interval: int) -> AsyncGenerator[Piece]:
+    """Joins pieces until they have `interval` tokens: fewer messages, each of them later.
+
+    The first piece of an answer is not held back, nor the last one, and none holds tokens
+    of two weights.
+    """
+    begun: set[int] = set()
+    held: dict[int, Piece] = {}
+    async with aclosing(pieces):
+        async for piece in pieces:
+            before = held.pop(piece.index, None)
+            if before and before.weights != piece.weights:
+                yield before
+                before = None
+            joined = before.joined(piece) if before else piece
+            if piece.index in begun and not piece.ending and len(joined.tokens) < interval:
+                held[piece.index] = joined
+                continue
+            begun.add(piece.index)
+            yield joined
+
+
 class _Answer:
     """Makes the pieces of one answer."""
 
@@ -110,7 +143,8 @@ class _Answer:
         return Piece(
             index=self._index, weights=event.weights,
             tokens=[] if event.token is None else [event.token], text=text,
-            logprobs=event.logprobs, prompt_logprobs=event.prompt_logprobs,
+            logprobs=(event.logprobs,) if event.logprobs else (),
+            prompt_logprobs=event.prompt_logprobs,
             reused_tokens=self._reused, ending=self._ending(finish, stop) if finish else None,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine_service.core.messages import Sampled
+from engine_service.core.messages import Row, Sampled
 from engine_service.core.ports import Runner
 from engine_service.core.request import Finish, GenerationRequest, Sequence
 from engine_service.core.rows import row_of
@@ -103,8 +103,11 @@ class Engine:
             self._idle.set()
             await self._work.wait()
             return
+        batch, rows = self._rows(batch)
+        if not rows:
+            return
         try:
-            sampled = await self._sample(batch)
+            sampled = await self._sample(rows)
         except RankDied:
             raise
         except EngineError as error:
@@ -114,8 +117,18 @@ class Engine:
         # A step that never waits would keep the readers of its own tokens waiting.
         await asyncio.sleep(0)
 
-    async def _sample(self, batch: list[Sequence]) -> Sampled:
-        sampled = await self._runner.step(tuple(row_of(s) for s in batch))
-        if len(sampled.tokens) != len(batch):
-            raise RankDied(f"a rank answered {len(sampled.tokens)} tokens for {len(batch)} rows")
+    def _rows(self, batch: list[Sequence]) -> tuple[list[Sequence], tuple[Row, ...]]:
+        """Returns whoever has a row in the step, and the rows; who can have none fails alone."""
+        rows: dict[Sequence, Row] = {}
+        for sequence in batch:
+            try:
+                rows[sequence] = row_of(sequence)
+            except EngineError as error:  # the structure of its answer can go no further
+                self.scheduler.fail([sequence], error)
+        return list(rows), tuple(rows.values())
+
+    async def _sample(self, rows: tuple[Row, ...]) -> Sampled:
+        sampled = await self._runner.step(rows)
+        if len(sampled.tokens) != len(rows):
+            raise RankDied(f"a rank answered {len(sampled.tokens)} tokens for {len(rows)} rows")
         return sampled

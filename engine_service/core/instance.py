@@ -24,10 +24,11 @@ from engine_service.core.messages import (
     RecordProbe,
     Start,
 )
+from engine_service.core.model_files import stated_dtype
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.ranks import RankGroup, quiet
-from engine_service.core.tokenizer import TextCodec, read_json
+from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import ConfigError, NotReady, WrongState
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
@@ -230,6 +231,8 @@ class Instance:
         self.phases.add("imports", self.phases.origin, imported)
         self.phases.add("build", imported, built)
         self.phases.add("capture", built, time.monotonic())
+        kind = "compiled ahead of time" if all(r.compiled for r in replies) else "captured"
+        _log.info("the decode layer is %s", kind)
 
     def _limit_context(self) -> None:
         """A model has positions for so many tokens and no more."""
@@ -240,14 +243,12 @@ class Instance:
 
     def _rank_config(self, rank: int) -> RankConfig:
         config = self.config
-        dtype = config.dtype
-        if dtype == "auto":
-            stated = read_json(self.files, "config.json")
-            dtype = str(stated.get("torch_dtype") or stated.get("dtype") or "float32")
+        dtype = stated_dtype(self.files) if config.dtype == "auto" else config.dtype
         return RankConfig(
             rank=rank, world_size=config.tensor_parallel_size,
             generation=self.identity.generation, dtype=dtype, device=config.device,
             threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
             kv_blocks=config.kv_blocks, weight_format=config.weight_format,
+            compiled=config.compiled,
             collective_timeout_seconds=config.collective_timeout_seconds,
         )  # fmt: skip

@@ -26,6 +26,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     weight_format: str = "auto"
     """How weight matrices are held: a format's name, or `auto`."""
+    compiled: str = "off"
+    """Whether a decode layer that was compiled ahead of time serves: `off`, `auto` where there
+    is one, or `require` it."""
     collective_timeout_seconds: float = 30.0
     """Time in which all ranks must come to what they compute together."""
 
@@ -161,6 +164,8 @@ class Captured(msgspec.Struct, frozen=True, tag=True):
     """When the rank had imported what it needs."""
     built_at: float
     """When the model was built and the ranks had met."""
+    compiled: bool = False
+    """Whether the decode layer is one that was compiled ahead of time."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

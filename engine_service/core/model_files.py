@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine_service.core.tokenizer import read_json
 from engine_service.errors import ConfigError, ModelError
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES
 from relay_service.core.instance import Instance
@@ -24,6 +25,12 @@ def read_folder(folder: Path) -> dict[str, bytes]:
                 raise ModelError(f"{path} is larger than {MAX_ARTIFACT_BYTES} bytes", field=name)
             files[name] = path.read_bytes()
     return files
+
+
+def stated_dtype(files: dict[str, bytes]) -> str:
+    """Returns the type of the weights by `config.json`. Raises `ModelError`."""
+    stated = read_json(files, "config.json")
+    return str(stated.get("torch_dtype") or stated.get("dtype") or "float32")
 
 
 def choose_offer(instances: list[Instance], wanted: str) -> Instance | None:

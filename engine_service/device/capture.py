@@ -27,7 +27,7 @@ _PROOF_NUMBERS = 1_000_003
 _PROOF_ALIKE = 3
 
 
-def trace(model: object, stage: Stage, inputs: int) -> Graph:
+def trace(model: object, stage: Stage, inputs: int) -> fx.GraphModule:
     """Returns a function of the stage's weights and its `inputs`, free of the stage's Python.
 
     Raises `CaptureError` for a stage that cannot be traced, and for one that closes over
@@ -45,8 +45,7 @@ def trace(model: object, stage: Stage, inputs: int) -> Graph:
         raise
     except Exception as error:
         raise CaptureError(f"{_name(stage)} cannot be captured: {error}") from error
-    forward: Graph = fx.GraphModule(torch.nn.Module(), graph).forward
-    return forward
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):

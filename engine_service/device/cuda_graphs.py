@@ -40,6 +40,7 @@ class CudaGraphRunner:
     """Owns the captured graphs of one model."""
 
     proven = False
+    compiled = False
 
     def __init__(self, model: Llama, cache: KVCache, record: Record | None = None) -> None:
         self._model = model

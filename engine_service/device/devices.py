@@ -42,12 +42,15 @@ def open_device(settings: RankConfig, memory: Memory | None = None) -> Device:
     Raises `ConfigError` for a device that isn't there, `relay_service.errors.DeviceError`
     where its driver does not start.
     """
-    return _open_cpu(memory) if settings.device == "cpu" else _open_cuda(settings)
+    return _open_cpu(settings, memory) if settings.device == "cpu" else _open_cuda(settings)
 
 
-def _open_cpu(memory: Memory | None) -> Device:
+def _open_cpu(settings: RankConfig, memory: Memory | None) -> Device:
     allocate = functools.partial(MemfdArena, memory=memory)
-    return Device(torch.device("cpu"), allocate, GraphRunner, meet_over_gloo)
+    # Of several ranks each has a graph of its own, with the group's name in it.
+    compiled = settings.compiled if settings.world_size == 1 else "off"
+    graphs = functools.partial(GraphRunner, compiled=compiled)
+    return Device(torch.device("cpu"), allocate, graphs, meet_over_gloo)
 
 
 def _open_cuda(settings: RankConfig) -> Device:

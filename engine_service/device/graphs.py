@@ -8,12 +8,14 @@ exactly like a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from engine_service.core.messages import Row, Sampling
+from engine_service.device import precompiled
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.capture import Graph, kinds, prove, trace
 from engine_service.device.kv_cache import KVCache
@@ -26,10 +28,14 @@ class GraphRunner:
 
     proven = True
 
-    def __init__(self, model: Llama, cache: KVCache) -> None:
+    def __init__(self, model: Llama, cache: KVCache, *, compiled: str = "off") -> None:
+        """`compiled`: `off`, `auto` for a compiled layer where there is one, `require` it."""
         self._model = model
         self._cache = cache
+        self._wanted = compiled
+        self._least = 1
         self._embedding: Graph | None = None
+        self._traced: list[fx.GraphModule] = []
         self._head: Graph | None = None
         self._layers: list[tuple[Graph, tuple[Tensor, ...], tuple[Tensor, Tensor]]] = []
 
@@ -37,6 +43,33 @@ class GraphRunner:
     def captured(self) -> bool:
         """Whether `replay` may be called."""
         return self._head is not None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiled layer is replayed."""
+        return self._least > 1
+
+    @property
+    def layer(self) -> fx.GraphModule:
+        """The captured graph of every layer.
+
+        Raises `CaptureError` before `capture`, and for layers that the compiler cannot follow.
+        """
+        if not self._traced:
+            raise CaptureError("no graph has been captured yet")
+        if not self._compiles:
+            raise CaptureError("layers with experts, or of several kinds, are not compiled")
+        return self._traced[0]
+
+    @property
+    def compiled_place(self) -> Path:
+        """Where the layer's compiled twin is, or would be. Raises what `layer` does."""
+        return precompiled.place_of(self.layer, self._model.layers[0].weights(), self._cache)
+
+    def layer_example(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Returns a layer's weights, and inputs of the fewest rows that a compiled one takes."""
+        *_, (_, inputs, *_) = self._examples()
+        return self._model.layers[0].weights(), inputs
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -53,7 +86,10 @@ class GraphRunner:
         for case in cases:
             for graph, (stage, inputs) in zip(graphs, case, strict=True):
                 prove(stage, graph, inputs)
-        by_kind = dict(zip(layers, graphs[1:-1], strict=True))
+        self._traced = graphs[1:-1]
+        by_kind: dict[type, Graph] = dict(zip(layers, self._traced, strict=True))
+        if twin := self._compiled_twin():
+            by_kind, self._least = dict.fromkeys(layers, twin), precompiled.LEAST
         self._layers = [
             (by_kind[type(layer)], tuple(layer.weights()), held)
             for layer, held in zip(model.layers, cache.layers, strict=True)
@@ -68,19 +104,41 @@ class GraphRunner:
         """
         if self._embedding is None or self._head is None:
             raise CaptureError("no graph has been captured yet")
+        rows = len(batch.lengths)
+        if self.compiled:
+            batch = precompiled.roomy(batch, self._cache)
         hidden, cos, sin = self._embedding(batch.tokens, batch.positions)
         for layer, weights, (keys, values) in self._layers:
             hidden = layer(
                 *weights, hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
-        logits: Tensor = self._head(hidden)
+        logits: Tensor = self._head(hidden[:rows])
         return logits
+
+    @property
+    def _compiles(self) -> bool:
+        return len(self._traced) == 1 and self._model.layers[0].COMPILES
+
+    def _compiled_twin(self) -> Graph | None:
+        """Returns what replaces the layer's graph, proven equal; none where there is none."""
+        if self._wanted == "off" or (self._wanted == "auto" and not self._compiles):
+            return None
+        layer, place = precompiled.load(self.compiled_place), self.compiled_place
+        if layer:
+            prove(self._model.layers[0], layer, self.layer_example()[1])
+        elif self._wanted == "require":
+            raise CaptureError(
+                f"the layer has not been compiled for this machine: {place} isn't there",
+                file=str(place), hint="run `seedrelay model compile` with the same settings",
+            )  # fmt: skip
+        return layer
 
     def _examples(self) -> Iterator[list[tuple[Tensor, ...]]]:
         """Yields inputs of the stages for one row and for more, on scratch blocks."""
         for count in range(1, len(self._cache.scratch) + 1):
             rows = [Row((0,), 0, held, 0, Sampling()) for held in self._cache.scratch[:count]]
-            yield self._inputs(make_batch(rows, self._cache, self._model.config.vocab_size))
+            batch = make_batch(rows, self._cache, self._model.config.vocab_size)
+            yield self._inputs(precompiled.roomy(batch, self._cache) if count > 1 else batch)
 
     def _inputs(self, batch: Batch) -> list[tuple[Tensor, ...]]:
         """Returns inputs of each stage, with random rows in the place of computed ones."""

@@ -27,6 +27,8 @@ class Stage:
     WEIGHTS: ClassVar[tuple[str, ...]] = ()
     TABLES: ClassVar[bool] = False
     """Whether its matrices have a row per token id or position."""
+    COMPILES: ClassVar[bool] = True
+    """Whether torch's compiler can follow its graph, given operators for the formats."""
     forward: Callable[..., Any]
     """Computes the stage."""
 

@@ -25,6 +25,10 @@ class Graphs(Protocol):
     """Whether `capture` itself has compared replay with eager."""
 
     @property
+    def compiled(self) -> bool:
+        """Whether a layer that was compiled ahead of time is replayed."""
+
+    @property
     def captured(self) -> bool:
         """Whether `replay` may be called."""
 

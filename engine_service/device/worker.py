@@ -139,7 +139,7 @@ class Worker:
                 return rank.record_probe()
             case messages.Capture():
                 rank.capture()
-                return messages.Captured(self._imported_at, self._built_at)
+                return messages.Captured(self._imported_at, self._built_at, rank.graphs.compiled)
             case messages.CutOff():
                 return messages.Moved(rank.arena.replace_backing())
             case messages.Commit():

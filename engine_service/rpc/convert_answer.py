@@ -24,8 +24,8 @@ def piece_to_proto(piece: Piece) -> engine_pb2.GenerateResponse:
         index=piece.index, token_ids=piece.tokens, text=piece.text,
         weight_version=piece.weights.version, epoch=piece.weights.epoch,
     )  # fmt: skip
-    if piece.logprobs is not None:
-        response.logprobs.append(_position_to_proto(piece.logprobs))
+    if piece.logprobs:
+        response.logprobs.extend(map(_position_to_proto, piece.logprobs))
     if piece.prompt_logprobs:
         response.prompt_logprobs.extend(map(_position_to_proto, piece.prompt_logprobs))
     if piece.ending is not None:

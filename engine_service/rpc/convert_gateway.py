@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,7 @@ class AnswerWriter:
             if piece.tokens:
                 yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(piece))
         else:
-            part.logprobs += [piece.logprobs] if piece.logprobs else []
+            part.logprobs += piece.logprobs
             part.prompt_logprobs = part.prompt_logprobs or piece.prompt_logprobs
         if piece.ending:
             complete = self._complete(piece, piece.ending, part)
@@ -136,7 +136,7 @@ class AnswerWriter:
     def _chunk(self, piece: Piece) -> vllm_engine_pb2.GenerateStreamChunk:
         return vllm_engine_pb2.GenerateStreamChunk(
             token_ids=piece.tokens, completion_tokens=len(piece.tokens),
-            output_logprobs=_output_logprobs([piece.logprobs] if piece.logprobs else []),
+            output_logprobs=_output_logprobs(piece.logprobs),
             input_logprobs=self._input_logprobs(piece.prompt_logprobs),
             **self._counts(piece),
         )  # fmt: skip
@@ -179,7 +179,7 @@ class AnswerWriter:
 
 
 def _output_logprobs(
-    positions: list[TokenLogprobs],
+    positions: Sequence[TokenLogprobs],
 ) -> vllm_engine_pb2.OutputLogProbs | None:
     if not positions:
         return None

@@ -38,6 +38,16 @@ def request_from_proto(
     return wanted, fields.answers()
 
 
+def stream_interval(message: engine_pb2.GenerateRequest) -> int:
+    """Returns the tokens of a message. Raises `InvalidRequest`."""
+    if message.stream_interval < 0:
+        raise InvalidRequest(
+            f"stream_interval {message.stream_interval} is below 0",
+            field="stream_interval", found=str(message.stream_interval), expected="0 or more",
+        )  # fmt: skip
+    return max(1, message.stream_interval)
+
+
 def _prompt(message: engine_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
     match message.WhichOneof("prompt"):
         case "text":

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from engine_service.core.answers import gathered
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
@@ -33,10 +34,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.GenerateResponse]:
         """Streams an answer; leaving the call frees its KV."""
         del context
+        interval = convert_request.stream_interval(request)
         from_proto = convert_request.request_from_proto
         _, pieces = await admit(self._instance, request.request, from_proto, request)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
+        async with contextlib.aclosing(gathered(pieces, interval)) as messages:
+            async for piece in messages:
                 yield convert_answer.piece_to_proto(piece)
 
     @answers

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -146,6 +147,32 @@ async def test_a_failed_step_ends_its_own_streams(running):
         await in_step
     assert await later == [51, 52]
     assert not running.task.done()
+
+
+class Dead:
+    """A structure that can go no further."""
+
+    def allowed(self) -> bytes:
+        """Finds that out."""
+        raise InvalidRequest("too complex")
+
+
+async def test_a_structure_that_can_go_no_further(running):
+    """It ends its own answer, before a step that it has alone and one that it shares."""
+    dead = dataclasses.replace(request(1), constraint=Dead())
+    with pytest.raises(InvalidRequest, match="too complex"):
+        await anext(events_of(running.engine, dead))
+    assert running.runner.steps == []
+    running.runner.gate.clear()
+    beside = asyncio.create_task(running.tokens(10, max_tokens=4))
+    await running.runner.stepping.wait()
+    failing = asyncio.ensure_future(anext(events_of(running.engine, dead)))
+    await eventually(lambda: running.scheduler.waiting)
+    running.runner.gate.set()
+    with pytest.raises(InvalidRequest):
+        await failing
+    assert await beside == [11, 12, 13, 14]
+    assert running.scheduler.pool.used == 0
 
 
 @pytest.mark.parametrize("answer", [(), (1, 2, 3)])

@@ -85,6 +85,16 @@ MALFORMED = {
     "empty placeholder": (
         lambda path: _resave(path, lambda t: t.update({NORM: torch.ones(0)})), r"\[0\].*\[64\]"
     ),
+    "scalar": (
+        lambda path: _resave(path, lambda t: t.update({NORM: torch.tensor(1.0)})), r"\[\].*\[64\]"
+    ),
+    "one value": (
+        lambda path: _resave(path, lambda t: t.update({NORM: torch.ones(1)})), r"\[1\].*\[64\]"
+    ),
+    "hollow": (
+        lambda path: _resave(path, lambda t: t.update({NORM: torch.ones(2, 0)})),
+        r"\[2, 0\].*\[64\]",
+    ),
     "integers": (lambda path: _resave(path, _integer_norm), "I32"),
     "another head": (
         lambda path: _resave(path, lambda t: t.update({"lm_head.weight": t[EMBED] + 1})),

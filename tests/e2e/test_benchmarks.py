@@ -62,3 +62,24 @@ def test_engine_throughput_runs() -> None:
     assert all(row["tokens_per_second"] > 0 for row in written["rows"])
     engines = {row["method"].split()[0] for row in written["rows"]}
     assert engines == {"seedrelay", "transformers"}
+
+
+def test_health_latency_runs() -> None:
+    """Both methods are answered in every condition, in every state of the start."""
+    written = _run("health_latency")
+    assert {
+        "health_p99_seconds_idle", "health_p99_seconds_prefill", "health_p99_seconds_loading",
+        "status_p99_seconds_loading",
+    } <= written["figures"].keys()  # fmt: skip
+    rows = {row["method"].split()[0]: row for row in written["rows"]}
+    assert rows.keys() == {"loading", "structure", "idle", "prefill"}
+    assert all(row["probes"] > 0 and row["health_max_seconds"] > 0 for row in rows.values())
+    assert rows["loading"]["states"]["INSTANCE_STATE_LOADING"] > 0
+
+
+def test_structure_cost_runs() -> None:
+    """Answers with and without a schema are as long, one at a time and together."""
+    written = _run("structure_cost")
+    assert written["figures"].keys() == {"schema_over_plain_b1", "schema_over_plain_b8"}
+    methods = {row["method"] for row in written["rows"]}
+    assert methods == {"plain b1", "schema b1", "plain b8", "schema b8"}

@@ -15,6 +15,7 @@ from stage import (
     Result,
     Stage,
     answer,
+    health,
     reach,
     refusal,
     request,
@@ -196,6 +197,7 @@ async def test_bad_requests_hurt_nobody(fleet: Fleet) -> None:
         assert refused.code == "INVALID_ARGUMENT"
         assert refused.details["field"]
     assert await answer(engine) == expected
+    assert await health(engine, "seedrelay.v1.EngineService") == "SERVING"
 
 
 def _copy(model: Path, folder: Path) -> Path:

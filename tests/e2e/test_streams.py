@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -103,6 +105,28 @@ async def test_readers_that_do_not_read(stage: Stage, model: Path) -> None:
             assert tokens == expected
 
 
+async def test_a_client_that_is_killed(stage: Stage, model: Path) -> None:
+    """The answer of a client that is gone without a word ends early, and nobody else notices."""
+    engine = stage.engine(model, "--metrics-listen", "127.0.0.1:0")
+    await reach(engine)
+    neighbour = request(max_tokens=200)
+    alone = await answer(engine, neighbour)
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "clients", "generate", "--engine", engine.address, "--json",
+        "--max-tokens", "1900", "--ignore-eos", "seeds", stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert client.stdout is not None
+    await client.stdout.readline()
+    beside = asyncio.ensure_future(answer(engine, neighbour))
+    client.kill()
+    await client.wait()
+    assert await beside == alone
+    await eventually(lambda: _holds(engine, used=False))
+    metrics = _metrics(engine)
+    assert 'seedrelay_engine_requests_total{finish_reason="abort"} 1.0' in metrics
+    assert 'seedrelay_engine_requests_total{finish_reason="length"} 2.0' in metrics
+
+
 async def test_the_seed_is_asked_to_end_while_it_is_read(
     stage: Stage, fleet: Fleet, model: Path
 ) -> None:
@@ -132,6 +156,11 @@ async def test_the_seed_is_asked_to_end_while_it_is_read(
     status = await status_of(target)
     assert (status.state, status.weights_digest) == (READY, digest)
     assert report.bytes_reread == 0
+
+
+def _metrics(engine: Service) -> str:
+    with urllib.request.urlopen(f"http://{engine.metrics_address}/metrics") as response:
+        return str(response.read(), "utf-8")
 
 
 def _resident_bytes(pid: int) -> int:

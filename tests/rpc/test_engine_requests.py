@@ -58,6 +58,7 @@ async def test_zero_means_the_default(service):
         (tokens(*[1] * CONTEXT), "prompt"),
         (tokens(*[1] * 100_000), "prompt"),
         (tokens(1, max_tokens=-1), "sampling.max_tokens"),
+        (tokens(1, max_tokens=10**9), "sampling.max_tokens"),
         (tokens(1, max_tokens=(1 << 31) - 1), "sampling.max_tokens"),
         (tokens(1, temperature=float("nan")), "sampling.temperature"),
         (tokens(1, temperature=float("inf")), "sampling.temperature"),
@@ -71,6 +72,7 @@ async def test_zero_means_the_default(service):
         (tokens(1, min_p=1.1), "sampling.min_p"),
         (tokens(1, stop_token_ids=[-1]), "sampling.stop_token_ids"),
         (tokens(1, stop_token_ids=[VOCAB]), "sampling.stop_token_ids"),
+        (tokens(1, stop_token_ids=[(1 << 31) - 1]), "sampling.stop_token_ids"),
         (tokens(1, stop=[""]), "sampling.stop"),
         (tokens(1, stop=["x"] * 17), "sampling.stop"),
         (tokens(1, min_tokens=4), "sampling.min_tokens"),
@@ -80,6 +82,7 @@ async def test_zero_means_the_default(service):
         (tokens(1, repetition_penalty=-1), "sampling.repetition_penalty"),
         (tokens(1, logit_bias={VOCAB: 1}), "sampling.logit_bias"),
         (tokens(1, logit_bias={-1: 1}), "sampling.logit_bias"),
+        (tokens(1, logit_bias={(1 << 31) - 1: 1}), "sampling.logit_bias"),
         (tokens(1, logit_bias={1: 101}), "sampling.logit_bias"),
         (tokens(1, logit_bias={1: float("nan")}), "sampling.logit_bias"),
         (tokens(1, logprobs=21), "sampling.logprobs"),
@@ -248,7 +251,9 @@ async def test_a_name_that_is_taken(service):
         await service.answer(request="one", **tokens(2))
     assert refused.value.code == "ALREADY_EXISTS"
     service.ranks.gate.set()
-    assert len(await reading) == 3
+    assert [list(chunk.token_ids) for chunk in await reading] == [[2], [3], [4]]
+    again = await service.answer(request="one", **tokens(2))
+    assert [list(chunk.token_ids) for chunk in again] == [[3], [4], [5]]
 
 
 async def test_a_prompt_that_takes_long_to_read(service, monkeypatch):
@@ -272,7 +277,7 @@ async def test_a_prompt_that_takes_long_to_read(service, monkeypatch):
 async def test_leaving_at_any_point_leaks_nothing(service):
     """However often and whenever callers leave or abort, every block comes back."""
     chance = random.Random(5)  # noqa: S311 (moments, not secrets)
-    for number in range(300):
+    for number in range(2000):
         asked = tokens(*range(chance.randint(1, 40)), max_tokens=20, n=chance.randint(1, 2))
         stream = service.client.generate(engine_pb2.GenerateRequest(request=str(number), **asked))
         reading = asyncio.ensure_future(_read(stream, chance.randint(0, 12)))
@@ -295,3 +300,26 @@ async def _read(stream, count: int) -> None:
         for _ in range(count):
             if await anext(stream, None) is None:
                 return
+
+
+async def test_a_caller_chooses_how_many_tokens_a_message_has(service):
+    """Fewer messages say the same, each token with its log-probability."""
+    asked = tokens(5, 6, 7, max_tokens=9, logprobs=0, seed=1)
+    each = await service.answer(**asked)
+    joined = await service.answer(**asked, stream_interval=4)
+    assert [len(message.token_ids) for message in joined] == [1, 4, 4]
+    for name in ("token_ids", "logprobs"):
+        assert [x for m in joined for x in getattr(m, name)] == [
+            x for m in each for x in getattr(m, name)
+        ]
+    assert "".join(m.text for m in joined) == "".join(m.text for m in each)
+    assert joined[-1].usage == each[-1].usage
+    assert joined[-1].version_spans == each[-1].version_spans
+
+
+async def test_a_negative_stream_interval_is_refused(service):
+    """Before anything is expected of the request: its name stays free."""
+    with pytest.raises(CallFailed) as caught:
+        await service.answer(**tokens(5), request="mine", stream_interval=-1)
+    assert caught.value.details["field"] == "stream_interval"
+    assert await service.client.abort(["mine"]) == 0

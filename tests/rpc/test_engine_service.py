@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import clients.engine
+from clients.channel import MESSAGE_BYTES
 from clients.errors import CallFailed, DeadlineExceeded
 from engine_service.core.fill import Filler
 from engine_service.core.scheduler import Limits
@@ -156,6 +157,19 @@ async def test_a_step_that_fails(service):
         await service.answer(**tokens(1))
     assert (failed.value.code, failed.value.reason) == ("INTERNAL", "NonFiniteLogits")
     assert len(await service.answer(**tokens(1))) == 3
+
+
+async def test_the_edge_of_the_message_limit(service):
+    """A message of just the limit is read, one byte more is refused with it, the next is served."""
+    method = engine_pb2_grpc.EngineServiceStub(service.client.channel).Abort
+    name = "x" * (MESSAGE_BYTES - 5)  # after a tag of one byte and a length of four
+    largest = engine_pb2.AbortRequest(requests=[name])
+    assert largest.ByteSize() == MESSAGE_BYTES
+    assert (await method(largest)).aborted == 0
+    with pytest.raises(grpc.aio.AioRpcError, match=str(MESSAGE_BYTES)) as refused:
+        await method(engine_pb2.AbortRequest(requests=[name + "x"]))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await method(largest)).aborted == 0
 
 
 async def test_draining_ends_with_what_there_is(service):

@@ -88,12 +88,13 @@ def _packed(dtype: DType, rows: int, columns: int) -> tuple[Stored, ...]:
     return (Stored("", dtype, (rows, -(-padded // rows)), "derived"),)
 
 
-def _packed_facts() -> tuple[tuple[str, str], ...]:
-    """The library chooses the order of the tiles by its version and by the processor."""
+def machine_facts() -> tuple[tuple[str, str], ...]:
+    """Returns what libraries choose their code by: their version, and the processor."""
+    vectors = sorted(flag for flag in _cpu_flags() if flag.startswith(("avx", "amx")))
     return (
-        ("packed.torch", importlib.metadata.version("torch")),
-        ("packed.isa", " ".join(sorted(f for f in _cpu_flags() if f.startswith(("avx", "amx"))))),
-        ("packed.isa_limit", os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
+        ("machine.torch", importlib.metadata.version("torch")),
+        ("machine.isa", " ".join(vectors)),
+        ("machine.isa_limit", os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
     )
 
 
@@ -119,5 +120,5 @@ def _up(size: int, multiple: int) -> int:
 
 PLAIN = Layout("plain", 1, _plain, streams=True)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {layout.name: layout for layout in (PLAIN, Layout("packed", 1, _packed, _packed_facts))}
+    {layout.name: layout for layout in (PLAIN, Layout("packed", 1, _packed, machine_facts))}
 )

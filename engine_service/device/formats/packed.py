@@ -9,6 +9,7 @@ through the C functions that its ahead-of-time compiler uses for constants:
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine_service.errors import EngineError
 
 _mkldnn = torch.ops.mkldnn
+_library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_product(Tensor hidden, Tensor packed) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
@@ -37,6 +40,15 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, stored[0])
 
 
+def with_operators(graph: fx.Graph) -> fx.Graph:
+    """Returns a copy of a graph whose products the compiler can pass over."""
+    copied = copy.deepcopy(graph)
+    for node in copied.nodes:
+        if node.target is _product:
+            node.target = torch.ops.seedrelay.packed_product.default
+    return copied
+
+
 def _product(hidden: Tensor, packed: Tensor) -> Tensor:
     if has_torch_function((hidden, packed)):  # being traced: one call in the graph
         return handle_torch_function(_product, (hidden, packed), hidden, packed)
@@ -45,22 +57,26 @@ def _product(hidden: Tensor, packed: Tensor) -> Tensor:
     return product
 
 
+def _product_shape(hidden: Tensor, packed: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], packed.shape[0])
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _tiles(address: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Returns a descriptor of a packed matrix at an address: whatever lies there is read."""
     description = _description(rows, columns, dtype)
     handle = ctypes.c_void_p()
-    status = _library().aoti_torch_create_tensor_from_blob_v2(
+    status = _torch_cpu().aoti_torch_create_tensor_from_blob_v2(
         ctypes.c_void_p(address),
         ctypes.c_int64(2),
         (ctypes.c_int64 * 2)(rows, columns),
         (ctypes.c_int64 * 2)(columns, 1),
         ctypes.c_int64(0),
         ctypes.c_int32(_dtype_code(dtype)),
-        ctypes.c_int32(_library().aoti_torch_device_type_cpu()),
+        ctypes.c_int32(_torch_cpu().aoti_torch_device_type_cpu()),
         ctypes.c_int32(0),
         ctypes.byref(handle),
-        ctypes.c_int32(_library().aoti_torch_layout__mkldnn()),
+        ctypes.c_int32(_torch_cpu().aoti_torch_layout__mkldnn()),
         description,
         ctypes.c_int64(len(description)),
     )
@@ -87,12 +103,12 @@ def _fitting(nbytes: int, packed: Tensor) -> int:
 
 def _dtype_code(dtype: torch.dtype) -> int:
     name = str(dtype).removeprefix("torch.")
-    code: int = getattr(_library(), f"aoti_torch_dtype_{name}")()
+    code: int = getattr(_torch_cpu(), f"aoti_torch_dtype_{name}")()
     return code
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _torch_cpu() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
@@ -102,3 +118,7 @@ def _capsule(handle: ctypes.c_void_p) -> Any:
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p,
     )  # fmt: skip
     return new(handle, None, None)
+
+
+_library.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("seedrelay::packed_product", _product_shape, lib=_library)

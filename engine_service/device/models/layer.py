@@ -129,6 +129,7 @@ class SparseLayer(Layer):
         *Layer.WEIGHTS, "router", "correction", "shared_gate_up", "shared_down", "shared_gate",
         "placement", "experts",
     )  # fmt: skip
+    COMPILES = False
     router: Tensor
     correction: Tensor | None
     shared_gate_up: Linear | None = None
