@@ -16,6 +16,8 @@ DOTS1 = {
     "architectures": ["Dots1ForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }  # fmt: skip
+YARN = {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+YARN_SHARPER = {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.5}}
 
 
 def _parse(**changes):
@@ -170,12 +172,28 @@ def test_unknown_dtype_is_refused():
         served_dtype("int8")
 
 
-def test_facts_tell_configurations_apart():
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        ({}, {"rope_theta": 7.0}, ["rope.theta"]),
+        ({}, {"architectures": ["Qwen2ForCausalLM"]}, ["architecture", "qkv_bias"]),
+        ({}, {**MISTRAL, "sliding_window": None}, ["architecture"]),
+        ({}, {"attention_bias": True}, ["qkv_bias", "output_bias"]),
+        ({}, {"mlp_bias": True}, ["mlp_bias"]),
+        ({}, {"rope_scaling": {"type": "linear", "factor": 2}}, ["rope.kind", "rope.factor"]),
+        (YARN, YARN_SHARPER, ["rope.attention_factor"]),
+        (DOTS1, {"norm_topk_prob": True}, ["moe.normalized"]),
+        (DOTS1, {"routed_scaling_factor": 2.5}, ["moe.scale"]),
+        (DOTS1, {"first_k_dense_replace": 1}, ["moe.dense_layers"]),
+        (DOTS1, {"n_group": 4, "topk_group": 2}, ["moe.groups", "moe.top_groups"]),
+        (DOTS1, {"n_shared_experts": 1}, ["moe.shared_ffn_size"]),
+    ],
+)
+def test_facts_tell_configurations_apart(base, changes, named):
     """Each value that decides layout or meaning is a fact of its own."""
-    one, other = facts(_parse(), "float32"), facts(_parse(rope_theta=7.0), "float32")
-    assert [name for (name, _), pair in zip(one, other, strict=True) if (name, _) != pair] == [
-        "config.rope.theta"
-    ]
+    one, other = facts(_parse(**base), "float32"), facts(_parse(**{**base, **changes}), "float32")
+    differing = [name for (name, _), pair in zip(one, other, strict=True) if (name, _) != pair]
+    assert differing == [f"config.{name}" for name in named]
     assert one[:3] == (
         ("kernel_format", "llama-fused/1"), ("dtype", "float32"), ("weight_format", "plain/1"),
     )  # fmt: skip
