@@ -40,6 +40,7 @@ def load(
     computed: Mapping[str, Tensor],
     matrices: Iterable[Linear] = (),
     *,
+    unread: Callable[[str], bool] = lambda _name: False,
     progress: Progress = lambda _done, _total: None,
     digest: Digest = block_digest,
 ) -> tuple[Manifest, int]:
@@ -51,6 +52,7 @@ def load(
         slices: What to take of every checkpoint tensor that the model needs, by name.
         computed: Contents of the arena's tensors that no checkpoint holds, by name.
         matrices: Of the model on this arena.
+        unread: Says of a checkpoint tensor whether it may be there and is not read.
         progress: Called with bytes read so far and in all.
         digest: Digests one block.
 
@@ -60,7 +62,7 @@ def load(
     Raises:
         CheckpointError: The folder is unsound or isn't what the model needs.
     """
-    stored = open_checkpoint(folder)
+    stored = {name: one for name, one in open_checkpoint(folder).items() if not unread(name)}
     check_fit(stored, {name: piece.whole for name, piece in slices.items()})
     parts = {name: _Part(stored[name], piece) for name, piece in slices.items()}
     processed = {name: one for one in matrices if not one.layout.streams for name in one.names}

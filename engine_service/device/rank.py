@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,7 @@ class Rank:
             llama_format.checkpoint_slices(self.config, self.shard),
             llama_format.computed_tensors(self.config),
             self.model.matrices(),
+            unread=functools.partial(llama_format.is_unread, self.config),
             progress=progress,
         )
         self.arena.seal()

@@ -1,5 +1,7 @@
 """Every family and every way to rotate computes what transformers computes, in float32."""
 
+import json
+
 import pytest
 import torch
 from oracles import CASES, make
@@ -10,6 +12,7 @@ from engine_service.device.batch import make_batch
 from engine_service.device.models.families import FAMILIES
 from engine_service.device.models.rope import KINDS
 from engine_service.device.rank import Rank
+from engine_service.errors import CheckpointError
 
 PROMPTS = ([5], [1, 2, 3], [(7 * i) % 199 for i in range(40)], [9] * 17)
 TOKENS = 24
@@ -127,3 +130,32 @@ def test_half_precision_rounds_like_the_reference(tmp_path, name, sizes):
     theirs = oracle.logits(prompt).float()
     assert (ours - exact).abs().mean() < HALF_FACTOR * (theirs - exact).abs().mean()
     rank.check_probe(rank.record_probe().probe)
+
+
+def _without_last_layer(oracle):
+    """Says in the configuration that there is one layer less, and computes so."""
+    path = oracle.folder / "config.json"
+    written = json.loads(path.read_text())
+    layers = written["num_hidden_layers"] - 1
+    path.write_text(json.dumps({**written, "num_hidden_layers": layers}))
+    oracle.model.config.num_hidden_layers = layers
+
+
+def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path):
+    """Where the family's checkpoints hold one, behind the last layer of the decoder."""
+    oracle = make("glm4-moe", tmp_path)
+    _without_last_layer(oracle)
+    rank = serving_rank(oracle.folder, capture=True)
+    found = _all_logits(rank, Sequence(PROMPTS[1]).row())
+    assert _difference(oracle.logits(PROMPTS[1]), found) < LIMIT
+    _without_last_layer(oracle)
+    with pytest.raises(CheckpointError, match=r"unknown tensors: model\.layers\.2\."):
+        serving_rank(oracle.folder)
+
+
+def test_a_layer_too_many_is_refused_elsewhere(tmp_path):
+    """The configuration and the checkpoint are not of one model."""
+    oracle = make("llama", tmp_path)
+    _without_last_layer(oracle)
+    with pytest.raises(CheckpointError, match=r"unknown tensors: model\.layers\.2\."):
+        serving_rank(oracle.folder)

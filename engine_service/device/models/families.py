@@ -52,6 +52,8 @@ class Family:
     """Whether rows of the embedding are multiplied by the root of their size."""
     window: str = ""
     """The setting from whose value on layers attend to a window; `all` for every layer."""
+    unread_layers: int = 0
+    """How many layers that predict further tokens a checkpoint may hold behind the last one."""
     experts: Experts | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
     """What settings are where `config.json` leaves them out."""
@@ -105,7 +107,7 @@ FAMILIES: Mapping[str, Family] = {
         window="max_window_layers", defaults={"sliding_window": 4096, "max_window_layers": 62},
     ),
     "Glm4MoeForCausalLM": Family(
-        qkv_bias=_BIAS, qk_norm="use_qk_norm", partial_rotary=True,
+        qkv_bias=_BIAS, qk_norm="use_qk_norm", partial_rotary=True, unread_layers=1,
         experts=_CORRECTED,
         defaults={
             "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "norm_topk_prob": True,

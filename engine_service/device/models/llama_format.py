@@ -21,6 +21,7 @@ import msgspec
 
 from engine_service.device.config import ModelConfig
 from engine_service.device.formats.layouts import PLAIN, Layout
+from engine_service.device.models.families import FAMILIES
 from engine_service.device.models.layer_format import Held, layer_units
 from engine_service.device.sharding import WHOLE, Shard, Slice
 from relay_service.core.dtypes import DType
@@ -76,6 +77,13 @@ def checkpoint_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Sl
     if not config.tied:
         slices[HEAD] = slices[EMBEDDING]
     return slices
+
+
+def is_unread(config: ModelConfig, name: str) -> bool:
+    """Returns whether a checkpoint tensor serves to predict further tokens: nobody reads it."""
+    extra = FAMILIES[config.architecture].unread_layers
+    behind = range(config.layers, config.layers + extra)
+    return any(name.startswith(f"model.layers.{index}.") for index in behind)
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:
