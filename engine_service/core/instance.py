@@ -28,7 +28,7 @@ from engine_service.core.model_files import stated_dtype
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.ranks import RankGroup, quiet
-from engine_service.core.tokenizer import TextCodec, read_json
+from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import ConfigError, NotReady, WrongState
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
@@ -119,11 +119,11 @@ class Instance:
             )  # fmt: skip
         self.files = files
         self.codec = TextCodec(files)
-        self._limit_context()
         with self.phases.measure("allocate"):
             await self.ranks.allocate(
                 [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
             )
+        self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
 
     async def load(self) -> None:
@@ -236,9 +236,9 @@ class Instance:
 
     def _limit_context(self) -> None:
         """A model has positions for so many tokens and no more."""
-        most = read_json(self.files, "config.json").get("max_position_embeddings")
         limits = self.engine.scheduler.limits
-        if isinstance(most, int) and most < limits.max_context_tokens:
+        most = min(arena.max_positions for arena in self.ranks.arenas)
+        if most < limits.max_context_tokens:
             self.engine.scheduler.limits = dataclasses.replace(limits, max_context_tokens=most)
 
     def _rank_config(self, rank: int) -> RankConfig:

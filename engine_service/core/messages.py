@@ -150,6 +150,8 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     """Without digests."""
     facts: tuple[tuple[str, str], ...]
     """Format facts of this rank's model and kernel format."""
+    max_positions: int
+    """Tokens that a context can have at most."""
     address: int
     page_kind: str
     descriptors: int

@@ -30,7 +30,7 @@ def audit(model: Llama, arena: Arena, cache: KVCache) -> None:
     Raises `CaptureError` for a pass that cannot be followed.
     """
     graph = fx.Graph()
-    watch = _Watch(model, arena, cache.state.values())
+    watch = _Watch(model, arena, [*cache.state.values(), *model.state.values()])
     tracer = _Tracer(graph, watch)
     inputs: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in Batch._fields]
     try:

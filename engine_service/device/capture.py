@@ -9,13 +9,13 @@ may go on while weights land.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from engine_service.device.formats.linear import Linear
 from engine_service.device.layers import Stage
 from engine_service.device.paths import attribute_path, storage_address
 from engine_service.device.tolerance import relative_difference, tolerance
@@ -24,6 +24,7 @@ from engine_service.errors import CaptureError
 Graph = Callable[..., Any]
 _PROOF_ROWS = 64
 _PROOF_NUMBERS = 1_000_003
+_PROOF_ALIKE = 3
 
 
 def trace(model: object, stage: Stage, inputs: int) -> fx.GraphModule:
@@ -69,34 +70,68 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
 
 def prove(stage: Stage, graph: Graph, inputs: Sequence[Tensor]) -> None:
     """Compares a graph with its stage on random weights. Raises `CaptureError`."""
-    weights = [tensor for held in stage.held() for tensor in _random_like(held, stage)]
+    weights = _random_weights(stage)
     expected = stage.bound(weights).forward(*inputs)
     found = graph(*weights, *inputs)
     if isinstance(expected, Tensor):
         expected, found = (expected,), (found,)
-    rounded = (held.layout.tolerance for held in stage.held() if isinstance(held, Linear))
+    rounded = (held.layout.tolerance for held in stage.held() if not isinstance(held, Tensor))
     limit = max((tolerance(stage.dtype), *rounded))
     for one, other in zip(expected, found, strict=True):
         if not relative_difference(one, other) <= limit:
             raise CaptureError(f"the graph of the {_name(stage)} does not compute what eager does")
 
 
-def check_uniform(layers: Sequence[Stage]) -> None:
-    """Raises `CaptureError` for a layer that the first one's graph cannot stand for."""
-    kinds = [[(w.shape, w.stride(), w.dtype) for w in layer.weights()] for layer in layers]
+def kinds(layers: Sequence[Stage]) -> dict[type[Stage], Stage]:
+    """Returns the first layer of each class, whose graph stands for all of that class.
+
+    Raises `CaptureError` for a layer that it cannot stand for.
+    """
+    first: dict[type[Stage], tuple[int, Stage]] = {}
     for index, layer in enumerate(layers):
-        if type(layer) is not type(layers[0]) or kinds[index] != kinds[0]:
-            raise CaptureError(f"layer {index} is not built like layer 0", layer=str(index))
+        known, like = first.setdefault(type(layer), (index, layer))
+        if _shapes(layer) != _shapes(like):
+            raise CaptureError(f"layer {index} is not built like layer {known}", layer=str(index))
+    return {kind: layer for kind, (_, layer) in first.items()}
 
 
-def _random_like(held: Tensor | Linear, stage: Stage) -> list[Tensor]:
+def _shapes(layer: Stage) -> list[tuple[Any, ...]]:
+    return [(w.shape, w.stride(), w.dtype) for w in layer.weights()]
+
+
+def _random_weights(stage: Stage) -> list[Tensor]:
+    """Of matrices of one shape few are drawn, in turn: a layer may have hundreds of experts."""
+    drawn: dict[tuple[int, int], list[list[Tensor]]] = {}
+    weights: list[Tensor] = []
+    for held in stage.held():
+        if isinstance(held, Tensor):
+            weights.append(_random_like(held, stage))
+            continue
+        alike = drawn.setdefault(held.shape, [])
+        if len(alike) < _PROOF_ALIKE:
+            alike.append(held.holding(_random_matrix(held.shape, stage)))
+        else:
+            alike.append(alike.pop(0))
+        weights += alike[-1]
+    return weights
+
+
+def _random_like(held: Tensor, stage: Stage) -> Tensor:
+    """What isn't floating says where things lie, and stays as it is."""
+    if not held.is_floating_point():
+        return held
+    return _random(_cut_short(tuple(held.shape), stage), held.dtype)
+
+
+def _random_matrix(shape: tuple[int, int], stage: Stage) -> Tensor:
+    return _random(_cut_short(shape, stage), stage.dtype)
+
+
+def _cut_short(size: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
     """Tables by token or position are cut short: the graph takes any number of rows."""
-    size: tuple[int, ...] = tuple(held.shape)
-    dtype = held.dtype if isinstance(held, Tensor) else stage.dtype
     if stage.TABLES and len(size) > 1:
-        size = (min(size[0], _PROOF_ROWS), *size[1:])
-    drawn = _random(size, dtype)
-    return held.holding(drawn) if isinstance(held, Linear) else [drawn]
+        return (min(size[0], _PROOF_ROWS), *size[1:])
+    return size
 
 
 def _random(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -108,4 +143,4 @@ def _random(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _name(stage: Stage) -> str:
-    return type(stage).__name__.lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(stage).__name__).lower()

@@ -23,6 +23,7 @@ from torch.export import Dim, export
 
 from engine_service.core.messages import RankConfig, Start
 from engine_service.device import precompiled
+from engine_service.device.config import parse_config
 from engine_service.device.formats.operators import with_operators
 from engine_service.device.graphs import GraphRunner
 from engine_service.device.rank import Rank
@@ -104,7 +105,9 @@ class _Layer(torch.nn.Module):
 
 
 def _one_layer(config: bytes) -> bytes:
-    """All that a layer does not depend on is made small."""
+    """All that a layer does not depend on is made small. Raises `CaptureError`."""
+    if parse_config(config).moe:
+        raise CaptureError("layers with experts are not compiled")
     raw = json.loads(config)
     raw["num_hidden_layers"] = 1
     raw["vocab_size"] = min(raw["vocab_size"], _SMALL_VOCABULARY)

@@ -1,7 +1,7 @@
 """Captures the decode pass as flat graphs of calls, and replays them.
 
-One layer is traced with its weights as inputs and then bound to each layer's tensors
-in the arena: it follows an in-place copy and misses a rebinding,
+One layer of each kind is traced with its weights as inputs and then bound to the tensors
+that each layer has in the arena: it follows an in-place copy and misses a rebinding,
 exactly like a CUDA graph.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from engine_service.core.messages import Row, Sampling
 from engine_service.device import precompiled
 from engine_service.device.batch import Batch, make_batch
-from engine_service.device.capture import Graph, check_uniform, prove, trace
+from engine_service.device.capture import Graph, kinds, prove, trace
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.models.llama import Llama
 from engine_service.errors import CaptureError
@@ -35,10 +35,9 @@ class GraphRunner:
         self._wanted = compiled
         self._least = 1
         self._embedding: Graph | None = None
-        self._traced: fx.GraphModule | None = None
-        self._layer: Graph | None = None
+        self._traced: list[fx.GraphModule] = []
         self._head: Graph | None = None
-        self._bound: list[tuple[Tensor, ...]] = []
+        self._layers: list[tuple[Graph, tuple[Tensor, ...], tuple[Tensor, Tensor]]] = []
 
     @property
     def captured(self) -> bool:
@@ -52,19 +51,24 @@ class GraphRunner:
 
     @property
     def layer(self) -> fx.GraphModule:
-        """The captured graph of a layer. Raises `CaptureError` before `capture`."""
-        if self._traced is None:
+        """The captured graph of every layer.
+
+        Raises `CaptureError` before `capture`, and for layers that the compiler cannot follow.
+        """
+        if not self._traced:
             raise CaptureError("no graph has been captured yet")
-        return self._traced
+        if not self._compiles:
+            raise CaptureError("layers with experts, or of several kinds, are not compiled")
+        return self._traced[0]
 
     @property
     def compiled_place(self) -> Path:
-        """Where the layer's compiled twin is, or would be."""
+        """Where the layer's compiled twin is, or would be. Raises what `layer` does."""
         return precompiled.place_of(self.layer, self._model.layers[0].weights(), self._cache)
 
     def layer_example(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Returns a layer's weights, and inputs of the fewest rows that a compiled one takes."""
-        *_, (_, inputs, _) = self._examples()
+        *_, (_, inputs, *_) = self._examples()
         return self._model.layers[0].weights(), inputs
 
     @torch.inference_mode()
@@ -72,71 +76,80 @@ class GraphRunner:
         """Traces the stages, proves that replay equals eager, and binds the weights.
 
         Raises `CaptureError` naming a tensor that a graph would hold by itself, and
-        for layers that differ from the first one.
+        for layers that differ from the first one of their kind.
         """
         model, cache = self._model, self._cache
-        check_uniform(model.layers)
-        stages = (model.embedding, model.layers[0], model.head)
+        layers = kinds(model.layers)
+        stages = (model.embedding, *layers.values(), model.head)
         cases = [list(zip(stages, inputs, strict=True)) for inputs in self._examples()]
         graphs = [trace(model, stage, len(inputs)) for stage, inputs in cases[0]]
         for case in cases:
             for graph, (stage, inputs) in zip(graphs, case, strict=True):
                 prove(stage, graph, inputs)
+        self._traced = graphs[1:-1]
+        by_kind: dict[type, Graph] = dict(zip(layers, self._traced, strict=True))
+        if twin := self._compiled_twin():
+            by_kind, self._least = dict.fromkeys(layers, twin), precompiled.LEAST
+        self._layers = [
+            (by_kind[type(layer)], tuple(layer.weights()), held)
+            for layer, held in zip(model.layers, cache.layers, strict=True)
+        ]
         self._embedding = _bind(graphs[0], model.embedding.weights())
-        self._traced, self._layer = graphs[1], graphs[1]
-        self._take_compiled()
-        self._head = _bind(graphs[2], model.head.weights())
-        bound = zip(model.layers, cache.layers, strict=True)
-        self._bound = [(*stage.weights(), *held) for stage, held in bound]
+        self._head = _bind(graphs[-1], model.head.weights())
 
     def replay(self, batch: Batch) -> Tensor:
         """Returns the logits of a decode batch of any size and any context.
 
         Raises `CaptureError` before `capture`.
         """
-        if self._embedding is None or self._layer is None or self._head is None:
+        if self._embedding is None or self._head is None:
             raise CaptureError("no graph has been captured yet")
-        layer, rows = self._layer, len(batch.lengths)
+        rows = len(batch.lengths)
         if self.compiled:
             batch = precompiled.roomy(batch, self._cache)
         hidden, cos, sin = self._embedding(batch.tokens, batch.positions)
-        for weights in self._bound:
-            stage, (keys, values) = weights[:-2], weights[-2:]
+        for layer, weights, (keys, values) in self._layers:
             hidden = layer(
-                *stage, hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
+                *weights, hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
         logits: Tensor = self._head(hidden[:rows])
         return logits
 
-    def _take_compiled(self) -> None:
-        """Replaces the layer's graph by its compiled twin, once that is proven equal."""
-        if self._wanted == "off":
-            return
+    @property
+    def _compiles(self) -> bool:
+        return len(self._traced) == 1 and self._model.layers[0].COMPILES
+
+    def _compiled_twin(self) -> Graph | None:
+        """Returns what replaces the layer's graph, proven equal; none where there is none."""
+        if self._wanted == "off" or (self._wanted == "auto" and not self._compiles):
+            return None
         layer, place = precompiled.load(self.compiled_place), self.compiled_place
         if layer:
             prove(self._model.layers[0], layer, self.layer_example()[1])
-            self._layer, self._least = layer, precompiled.LEAST
         elif self._wanted == "require":
             raise CaptureError(
                 f"the layer has not been compiled for this machine: {place} isn't there",
                 file=str(place), hint="run `seedrelay model compile` with the same settings",
             )  # fmt: skip
+        return layer
 
-    def _examples(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
+    def _examples(self) -> Iterator[list[tuple[Tensor, ...]]]:
         """Yields inputs of the stages for one row and for more, on scratch blocks."""
         for count in range(1, len(self._cache.scratch) + 1):
             rows = [Row((0,), 0, held, 0, Sampling()) for held in self._cache.scratch[:count]]
             batch = make_batch(rows, self._cache, self._model.config.vocab_size)
             yield self._inputs(precompiled.roomy(batch, self._cache) if count > 1 else batch)
 
-    def _inputs(self, batch: Batch) -> tuple[tuple[Tensor, ...], ...]:
+    def _inputs(self, batch: Batch) -> list[tuple[Tensor, ...]]:
         """Returns inputs of each stage, with random rows in the place of computed ones."""
         config, dtype = self._model.config, self._cache.keys.dtype
         hidden = torch.rand(len(batch.tokens), config.hidden_size).to(dtype)
-        angles = torch.rand(len(batch.tokens), 1, config.head_dim).to(dtype)
+        angles = torch.rand(len(batch.tokens), 1, config.rotary_dim).to(dtype)
         layer = (hidden, angles, angles.clone(), *self._cache.layers[0])
         places = (batch.slots, batch.tables, batch.lengths)
-        return (batch.tokens, batch.positions), (*layer, *places), (hidden,)
+        kinds_of_layers = len({type(layer) for layer in self._model.layers})
+        layers = [(*layer, *places)] * kinds_of_layers
+        return [(batch.tokens, batch.positions), *layers, (hidden,)]
 
 
 def _bind(graph: Graph, weights: Sequence[Tensor]) -> Graph:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import StoredTensor, open_checkpoint
-from engine_service.device.dtypes import SCALES_SUFFIX, stored_dtype
+from engine_service.device.dtypes import stored_dtype
 from engine_service.device.fitting import check_filled, check_fit, listed
-from engine_service.device.formats.block_scaled import BlockScaled, fused
+from engine_service.device.formats.block_scaled import BlockScaled, as_plain, fused
 from engine_service.device.formats.linear import Linear
-from engine_service.device.parts import Part, as_tensor
+from engine_service.device.parts import Part, as_tensor, parts_of
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import CheckpointError
@@ -42,6 +42,7 @@ def load(
     computed: Mapping[str, Tensor],
     matrices: Iterable[Linear] = (),
     *,
+    unread: Callable[[str], bool] = lambda _name: False,
     progress: Progress = lambda _done, _total: None,
     digest: Digest = block_digest,
 ) -> tuple[Manifest, int]:
@@ -53,6 +54,7 @@ def load(
         slices: What to take of every checkpoint tensor that the model needs, by name.
         computed: Contents of the arena's tensors that no checkpoint holds, by name.
         matrices: Of the model on this arena.
+        unread: Says of a checkpoint tensor whether it may be there and is not read.
         progress: Called with bytes read so far and in all.
         digest: Digests one block.
 
@@ -63,12 +65,9 @@ def load(
         CheckpointError: The folder is unsound or isn't what the model needs.
         ArenaError: A tensor holds numbers of a format, and none of `matrices` is there to fill it.
     """
-    stored = open_checkpoint(folder)
+    stored = {name: one for name, one in open_checkpoint(folder).items() if not unread(name)}
     check_fit(stored, {name: piece.whole for name, piece in slices.items()})
-    parts = {
-        name: Part(stored[name], piece, stored.get(name + SCALES_SUFFIX))
-        for name, piece in slices.items()
-    }
+    parts = parts_of(stored, slices)
     scaled = any(part.scales for part in parts.values())
     filled = [one for one in matrices if scaled or not one.layout.streams]
     processed = {name: one for one in filled for name in one.names}
@@ -124,33 +123,34 @@ class _Filling:
             elif matrix:
                 self._fill_matrix(entry, matrix)
             else:
-                whole = self._rows(self._parts[entry.logical])
-                self._arena.tensors[entry.name].copy_(whole.view(entry.shape))
+                self._arena.tensors[entry.name].copy_(as_plain(self._whole(entry)))
         self._arena.flush()
         for start in range(unit.offset, unit.offset + unit.nbytes, BLOCK_BYTES):
             nbytes = min(BLOCK_BYTES, unit.offset + unit.nbytes - start)
             yield digest(self._arena.view(start, nbytes))
 
     def _fill_matrix(self, entry: TensorEntry, matrix: Linear) -> None:
-        parts = [self._parts[name] for name in entry.logical.split("+")]
-        kept = matrix.fill(fused([self._matrix(part) for part in parts]))
-        if matrix.layout.quantised and not kept and any(part.scales for part in parts):
+        kept = matrix.fill(self._whole(entry))
+        scaled = any(self._parts[name].scales for name in entry.logical.split("+"))
+        if matrix.layout.quantised and scaled and not kept:
             self.rounded_anew.append(entry.name)
+
+    def _whole(self, entry: TensorEntry) -> Tensor | BlockScaled:
+        return fused([self._matrix(self._parts[name]) for name in entry.logical.split("+")])
 
     def _matrix(self, part: Part) -> Tensor | BlockScaled:
         if part.scales is None:
             return self._rows(part)
         raw = bytearray(part.scales.nbytes)
         self._read_run(part.scales, part.scales.offset, memoryview(raw))
-        scales = as_tensor(part.scales, raw, part.scales.shape[-1]).float()
+        scales = as_tensor(part.scales, raw, part.scales.shape).float()
         return BlockScaled(self._rows(part), scales, (part.slice.rows[0], part.slice.columns[0]))
 
     def _rows(self, part: Part) -> Tensor:
-        """Reads a slice: `[rows, columns]`, `[1, n]` of one dimension."""
         raw = bytearray(part.slice_bytes)
         self._read(part, 0, part.slice.elements, memoryview(raw))
         self._progress(self.bytes_read)
-        return as_tensor(part.stored, raw, part.slice.shape[-1])
+        return as_tensor(part.stored, raw, part.slice.shape)
 
     def _fill_blocks(self, unit: Unit, digest: Digest) -> Iterator[bytes]:
         """Yields a digest as soon as its block is complete."""

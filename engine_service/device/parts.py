@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine_service.device.checkpoint import StoredTensor
-from engine_service.device.dtypes import stored_dtype
+from engine_service.device.dtypes import SCALES_SUFFIX, stored_dtype
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES
 
@@ -38,9 +39,17 @@ class Part(NamedTuple):
         return self.slice_bytes + (self.scales.nbytes if self.scales else 0)
 
 
-def as_tensor(stored: StoredTensor, raw: bytearray, columns: int) -> Tensor:
-    """Returns what was read of a tensor as `[rows, columns]`, on the same memory."""
+def parts_of(stored: Mapping[str, StoredTensor], slices: Mapping[str, Slice]) -> dict[str, Part]:
+    """Finds each slice's tensor by its name, and the scales beside it."""
+    return {
+        name: Part(stored[name], piece, stored.get(name + SCALES_SUFFIX))
+        for name, piece in slices.items()
+    }
+
+
+def as_tensor(stored: StoredTensor, raw: bytearray, shape: tuple[int, ...]) -> Tensor:
+    """Returns what was read of a tensor, on the same memory."""
     dtype = stored_dtype(stored.dtype)
     if dtype is None:
         raise ValueError(f"{stored.name} has dtype {stored.dtype}")
-    return torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).view(-1, columns)
+    return torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).view(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,12 @@ class Rank:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
         arena = self.arena
         return messages.Allocated(
-            arena.manifest, self.facts, arena.address, arena.page_kind, len(arena.descriptors)
+            manifest=arena.manifest,
+            facts=self.facts,
+            max_positions=self.config.max_positions,
+            address=arena.address,
+            page_kind=arena.page_kind,
+            descriptors=len(arena.descriptors),
         )
 
     def capture(self) -> None:
@@ -77,6 +83,7 @@ class Rank:
             llama_format.checkpoint_slices(self.config, self.shard),
             llama_format.computed_tensors(self.config),
             self.model.matrices(),
+            unread=functools.partial(llama_format.is_unread, self.config),
             progress=progress,
         )
         self.arena.seal()

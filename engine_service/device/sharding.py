@@ -81,11 +81,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 def check_divides(config: ModelConfig, ranks: int) -> None:
     """Raises `UnsupportedModel` with the numbers when a model has no equal parts."""
-    for what, size in (
-        ("heads", config.heads),
-        ("feed-forward rows", config.ffn_size),
-        ("tokens of vocabulary", config.vocab_size),
-    ):
+    for what, size in _cut(config):
         if size % ranks:
             raise _uneven(what, size, ranks)
     if config.kv_heads % ranks and ranks % config.kv_heads:
@@ -100,12 +96,30 @@ def kv_shard(config: ModelConfig, shard: Shard) -> Shard:
 
 def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Returns the sizes with which one rank computes; those that all ranks share stay."""
+    moe = config.moe and msgspec.structs.replace(
+        config.moe,
+        ffn_size=config.moe.ffn_size // shard.ranks,
+        shared_ffn_size=config.moe.shared_ffn_size // shard.ranks,
+    )
     return msgspec.structs.replace(
         config,
         heads=config.heads // shard.ranks,
         kv_heads=kv_shard(config, shard).cut(config.kv_heads)[1],
         ffn_size=config.ffn_size // shard.ranks,
+        moe=moe,
     )
+
+
+def _cut(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yields what is cut into equal runs, and how many there are."""
+    yield "heads", config.heads
+    moe = config.moe
+    if moe is None or moe.dense_layers:
+        yield "feed-forward rows", config.ffn_size
+    if moe:
+        yield "feed-forward rows of an expert", moe.ffn_size
+        yield "feed-forward rows of the shared experts", moe.shared_ffn_size
+    yield "tokens of vocabulary", config.vocab_size
 
 
 def _uneven(what: str, size: int, ranks: int) -> UnsupportedModel:

@@ -94,7 +94,12 @@ class Worker:
             rank = self._built(command)
             return rank.allocated()
         return messages.Allocated(
-            planned.manifest, planned.facts, memory.mapping.address, memory.mapping.page_kind(), 1
+            manifest=planned.manifest,
+            facts=planned.facts,
+            max_positions=planned.config.max_positions,
+            address=memory.mapping.address,
+            page_kind=memory.mapping.page_kind(),
+            descriptors=1,
         )
 
     def _built(self, command: messages.Command) -> Rank:

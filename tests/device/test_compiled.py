@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from oracles import make
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
 from engine_service.device import compiling, precompiled
@@ -16,18 +17,22 @@ from engine_service.errors import CaptureError
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 
 
+def _compile(folder, home):
+    return subprocess.run(
+        [
+            sys.executable, "-m", "clients", "model", "compile", str(folder),
+            "--dtype", "float32", "--threads", "1", "--json",
+        ],
+        env=os.environ | {"XDG_CACHE_HOME": str(home)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def cache(tied, tmp_path_factory):
     """A user's cache that has the layer of the tiny model, for one thread and float32."""
     folder = tmp_path_factory.mktemp("cache")
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "clients", "model", "compile", str(tied),
-            "--dtype", "float32", "--threads", "1", "--json",
-        ],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = _compile(tied, folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -142,3 +147,27 @@ def test_a_failed_compilation_leaves_nothing(tied, tmp_path, monkeypatch):
     with pytest.raises(CaptureError, match="cannot be compiled: full"):
         compiling.compile_layer(rank)
     assert not list((tmp_path / "seedrelay" / "compiled").iterdir())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "dots1"])
+def test_layers_with_experts_are_not_compiled(tmp_path, monkeypatch, name):
+    """They are served as captured, and refused where a compiled layer is required."""
+    folder = make(name, tmp_path / "model").folder
+    refused = _compile(folder, tmp_path)
+    assert (refused.returncode, "experts are not compiled" in refused.stderr) == (1, True)
+    assert not _serving(folder, "auto").graphs.compiled
+    with pytest.raises(CaptureError, match="experts"):
+        Rank(_start(folder, "require")).capture()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3, biased", "gemma", "yarn"])
+def test_other_families_are_compiled_alike(tmp_path, monkeypatch, name):
+    """What tells them from Llama is in their graph, and so in what is compiled."""
+    oracle = make(name, tmp_path / "model")
+    done = _compile(oracle.folder, tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rank = _serving(oracle.folder, "require")
+    assert rank.graphs.compiled
+    assert _answers(rank, [[1, 2, 3]]) == [oracle.greedy([1, 2, 3], 12)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fake_device import rerun
+from oracles import make
 from tiny_llama import BLOCK_TOKENS, Sequence, run, serving_rank, start_message
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,9 +177,13 @@ def test_attention_on_a_device_never_asks_the_host():
         attention._attend(*rows[:3], cache, cache, index[:1], tables[:1], index[:1])
 
 
-def test_a_pass_on_a_device_makes_no_tensor_elsewhere(tied):
-    """With weights, cache and batch on a device, every operator of a pass stays there."""
-    rank = serving_rank(tied)
+@pytest.mark.parametrize("name", ["llama, biased", "gemma", "qwen2-moe", "dots1", "glm4-moe"])
+def test_a_pass_on_a_device_makes_no_tensor_elsewhere(tmp_path, name):
+    """With weights, cache and batch on a device, every operator of a pass stays there.
+
+    Nor does the host ask which experts were chosen.
+    """
+    rank = serving_rank(make(name, tmp_path).folder)
     tensors = {name: tensor.to("meta") for name, tensor in rank.arena.tensors.items()}
     model = Llama(rank.model.config, tensors)
     cache = KVCache(model.config, DType.F32, 8, BLOCK_TOKENS, torch.device("meta"))

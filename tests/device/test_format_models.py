@@ -96,6 +96,29 @@ def test_the_probe_allows_what_rounding_the_input_can_do(tied, name, refused):
         rank.check_probe(other)
 
 
+FAMILIES = {
+    "biases": {"architectures": ["Qwen2ForCausalLM"]},
+    "experts": {
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), [one for one in QUANTISED if "f32" in one.id])
+def test_every_matrix_of_a_family_has_the_format(tmp_path, name, dtype, family):
+    """Those of experts too; what is added to rows, or chooses among them, stays exact."""
+    folder = write_checkpoint(tmp_path, **FAMILIES[family])
+    plain, rank = _loaded(folder, "plain", dtype), _loaded(folder, name, dtype)
+    rank.capture()
+    rank.check_probe(rank.record_probe().probe)
+    matrices = {one.names[0] for one in rank.model.matrices()} - {"head"}
+    assert len(matrices) == (3 * (2 + 2) if family == "biases" else 3 * (2 + 4 * 2))
+    for tensor, exact in plain.arena.tensors.items():
+        held = rank.arena.tensors[tensor]
+        assert held.dtype != dtype if tensor in matrices else torch.equal(held, exact)
+
+
 @packs
 def test_a_packed_model_is_a_plain_one_to_the_probe(untied, tied):
     """Packing rounds nothing."""

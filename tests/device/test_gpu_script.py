@@ -16,10 +16,11 @@ from tests.gpu.__main__ import run
 from tests.gpu.place import Place
 
 ROOT = Path(__file__).parents[2]
-SMALL = ModelConfig(
-    hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=96, vocab_size=8192,
-    tied=True, norm_eps=1e-5, rope_theta=10000.0, max_positions=128,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_size": 96,
+    "vocab_size": 8192, "tied": True, "norm_eps": 1e-5, "max_positions": 128,
+}  # fmt: skip
+SMALL = ModelConfig(**SIZES)
 # What every process of the script finds here: a fake driver, whose allocations are memfds
 # and so travel, and nothing installed but torch, numpy and xxhash.
 SETTING = f"""
@@ -64,7 +65,7 @@ def test_every_check_holds_on_a_fake_device():
 
     Those that need CUDA itself say so.
     """
-    fields = json.dumps({name: getattr(SMALL, name) for name in SMALL.__struct_fields__})
+    fields = json.dumps(SIZES)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, fields, LANDER],
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from oracles import make
 from tiny_llama import Sequence, start_message, write_checkpoint
 
 from engine_service.core.messages import (
@@ -98,6 +99,17 @@ async def test_two_ranks_compute_what_one_computes(folder):
         await asyncio.gather(alone.stop(), together.stop())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert _open_files() == before
+
+
+async def test_two_ranks_share_every_expert(tmp_path):
+    """Each holds rows of all of them; experts of a layer are one collective, shared ones too."""
+    folder = make("qwen2-moe", tmp_path).folder
+    async with asyncio.timeout(LIMIT_SECONDS):
+        alone, together = await _serving(folder, 1), await _serving(folder, 2)
+        recorded = (await alone.same(RecordProbe(), Recorded))[0].probe
+        await together.same(CheckProbe(recorded), Done)
+        assert await _tokens(together) == await _tokens(alone)
+        await asyncio.gather(alone.stop(), together.stop())
 
 
 async def _refusal_leaves_them_in_step(group: RankGroup) -> None:

@@ -1,5 +1,6 @@
 """The arenas of several ranks hold together what one rank's holds; uneven splits are refused."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +16,15 @@ from engine_service.device.models.llama_format import (
     computed_tensors,
     unit_specs,
 )
+from engine_service.device.models.routing import MoE
 from engine_service.device.sharding import Shard, Slice, check_divides, rank_config
 from engine_service.errors import UnsupportedModel
 from relay_service.core.layout import lay_out
 
 SHAPE = {"vocab_size": 204, "num_attention_heads": 12, "head_dim": 16, "intermediate_size": 96}
+
+
+MOE = MoE(experts=4, top_k=2, ffn_size=32, shared_ffn_size=18)
 
 
 def _rank_arena(folder, config, shard, served="float32"):
@@ -91,18 +96,32 @@ def _assert_copies(mine, heads, config):
         ({"vocab_size": 199}, 2, "199 tokens of vocabulary cannot be split over 2 ranks"),
         ({"kv_heads": 4}, 6, "4 key-value heads cannot be split over 6 ranks"),
         ({"kv_heads": 6}, 4, "6 key-value heads cannot be split over 4 ranks"),
+        ({"moe": MOE}, 3, "32 feed-forward rows of an expert cannot be split over 3 ranks"),
+        ({"moe": MOE}, 4, "18 feed-forward rows of the shared experts cannot be split over 4"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_numbers(changes, ranks, words):
     """Every refusal says how many of what, and over how many ranks."""
     sizes = {"heads": 12, "kv_heads": 12, "ffn_size": 96, "vocab_size": 204} | changes
     config = ModelConfig(
-        hidden_size=64, layers=1, head_dim=16, tied=True, norm_eps=1e-5, rope_theta=1e4,
+        hidden_size=64, layers=1, head_dim=16, tied=True, norm_eps=1e-5,
         max_positions=128, **sizes,
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=words):
         check_divides(config, ranks)
     check_divides(config, 1)
+
+
+def test_rows_that_no_layer_has_need_not_divide():
+    """Where every layer is sparse, the size of a dense one means nothing."""
+    config = ModelConfig(
+        hidden_size=64, layers=2, heads=4, kv_heads=4, head_dim=16, ffn_size=97, vocab_size=200,
+        tied=True, norm_eps=1e-5, max_positions=128, moe=MOE,
+    )  # fmt: skip
+    check_divides(config, 2)
+    dense = msgspec.structs.replace(MOE, dense_layers=(0,))
+    with pytest.raises(UnsupportedModel, match="97 feed-forward rows cannot"):
+        check_divides(msgspec.structs.replace(config, moe=dense), 2)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.data())

@@ -28,7 +28,7 @@ from relay_service.memory.cuda_port import Driver
 
 MODEL = ModelConfig(
     hidden_size=1024, layers=8, heads=16, kv_heads=8, head_dim=64, ffn_size=4096,
-    vocab_size=32000, tied=True, norm_eps=1e-5, rope_theta=10000.0, max_positions=2048,
+    vocab_size=32000, tied=True, norm_eps=1e-5, max_positions=2048,
 )  # fmt: skip
 BLOCKS, BLOCK_TOKENS = 512, 16
 LANDER = [sys.executable, "-m", "tests.gpu.lander"]

@@ -53,4 +53,9 @@ def fused(parts: Sequence[Tensor | BlockScaled]) -> Tensor | BlockScaled:
     seams = [len(part.values) % BLOCK for part in scaled[:-1]]
     if len(grids) == len(parts) and not any(seams):
         return BlockScaled(torch.cat([part.values for part in scaled]), torch.cat(grids))
-    return torch.cat([part.plain() if isinstance(part, BlockScaled) else part for part in parts])
+    return torch.cat([as_plain(part) for part in parts])
+
+
+def as_plain(matrix: Tensor | BlockScaled) -> Tensor:
+    """Returns ordinary numbers."""
+    return matrix.plain() if isinstance(matrix, BlockScaled) else matrix

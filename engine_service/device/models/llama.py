@@ -1,19 +1,20 @@
-"""The decoder of the Llama family, reading its weights where the arena holds them."""
+"""The decoder of Llama and its kin, reading its weights where the arena holds them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from engine_service.device.attention import paged_attention
 from engine_service.device.batch import Batch
 from engine_service.device.config import ModelConfig
 from engine_service.device.formats.layouts import PLAIN, Layout
 from engine_service.device.formats.linear import Linear
 from engine_service.device.kv_cache import KVCache
-from engine_service.device.layers import Stage, embed_part, rms_norm, rotate, swiglu
+from engine_service.device.layers import Stage, embed_part, rms_norm
+from engine_service.device.models.layer import DenseLayer, Layer, SparseLayer
 from engine_service.device.parallel import ALONE, Group
 
 
@@ -23,8 +24,9 @@ class Embedding(Stage):
     WEIGHTS = ("embed", "cos", "sin")
     TABLES = True
 
-    def __init__(self, tensors: Mapping[str, Tensor], group: Group) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], group: Group) -> None:
         self.group = group
+        self.scale = config.embedding_scale
         self.embed = tensors["embed"]
         self.cos = tensors["rotary.cos"]
         self.sin = tensors["rotary.sin"]
@@ -32,61 +34,11 @@ class Embedding(Stage):
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows `[tokens, hidden_size]` and both inputs of `rotate`."""
         hidden = self.group.all_reduce(embed_part(tokens, self.embed, self.group))
+        if self.scale != 1:
+            hidden = hidden * self.scale
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return hidden, cos.to(hidden.dtype).unsqueeze(1), sin.to(hidden.dtype).unsqueeze(1)
-
-
-class Layer(Stage):
-    """Attention, then a gated feed-forward, each on normalised input."""
-
-    WEIGHTS = ("input_norm", "qkv", "output", "post_norm", "gate_up", "down")
-
-    input_norm: Tensor
-    qkv: Linear
-    output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensors: Mapping[str, Tensor],
-        index: int,
-        group: Group,
-        layout: Layout,
-    ) -> None:
-        """`config` has this rank's sizes."""
-        self.group = group
-        prefix, hidden = f"layer.{index}.", config.hidden_size
-        self.input_norm = tensors[prefix + "input_norm"]
-        self.post_norm = tensors[prefix + "post_norm"]
-        for name, columns in (
-            ("qkv", hidden),
-            ("output", config.heads * config.head_dim),
-            ("gate_up", hidden),
-            ("down", config.ffn_size),
-        ):
-            setattr(self, name, Linear(prefix + name, layout, columns, tensors))
-        self.eps = config.norm_eps
-        self.head_dim = config.head_dim
-        self.heads = config.heads
-        self.kv_heads = config.kv_heads
-
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-        slots: Tensor, tables: Tensor, lengths: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Returns the next rows `[tokens, hidden_size]`; for the rest see `paged_attention`."""
-        fused = self.qkv(rms_norm(hidden, self.input_norm, self.eps))
-        by_head = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        query_key, value = _split(by_head, self.heads + self.kv_heads)
-        query, key = _split(rotate(query_key, cos, sin), self.heads)
-        attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
-        hidden = hidden + self.group.all_reduce(self.output(attended.flatten(1)))
-        gate_up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps))
-        return hidden + self.group.all_reduce(self.down(swiglu(gate_up)))
 
 
 class Head(Stage):
@@ -101,11 +53,11 @@ class Head(Stage):
         self.group = group
         self.norm = tensors["norm"]
         self.weight = Linear("head", layout.of_head, config.hidden_size, tensors)
-        self.eps = config.norm_eps
+        self.normalize = functools.partial(rms_norm, eps=config.norm_eps, offset=config.norm_offset)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits, float32 `[rows, vocab_size]`."""
-        part = self.weight(rms_norm(hidden, self.norm, self.eps))
+        part = self.weight(self.normalize(hidden, self.norm))
         return self.group.gather(part).float()
 
 
@@ -121,11 +73,19 @@ class Llama:
     ) -> None:
         """`config` has this rank's sizes, and the whole vocabulary; `tensors` its arena's."""
         self.config = config
-        self.embedding = Embedding(tensors, group)
-        self.layers = [
-            Layer(config, tensors, index, group, layout) for index in range(config.layers)
-        ]
+        experts = config.moe.experts if config.moe else 0
+        with torch.inference_mode(mode=False):
+            self.placement = torch.arange(experts, device=tensors["embed"].device).repeat(
+                config.layers, 1
+            )
+        self.embedding = Embedding(config, tensors, group)
+        self.layers = [self._layer(tensors, index, group, layout) for index in range(config.layers)]
         self.head = Head(config, tensors, group, layout)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Runtime state by name: what a pass reads that isn't weights, and no cache."""
+        return {"experts.placement": self.placement} if self.config.moe else {}
 
     def matrices(self) -> Iterator[Linear]:
         """Yields every matrix that has a format."""
@@ -145,6 +105,11 @@ class Llama:
             )
         return hidden
 
-
-def _split(heads: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    return heads.narrow(1, 0, first), heads.narrow(1, first, heads.shape[1] - first)
+    def _layer(
+        self, tensors: Mapping[str, Tensor], index: int, group: Group, layout: Layout
+    ) -> Layer:
+        config = self.config
+        if config.moe is None or config.is_dense(index):
+            return DenseLayer(config, tensors, index, group, layout)
+        placement = self.placement[index]
+        return SparseLayer(config, tensors, index, group, layout, config.moe, placement)

@@ -1,0 +1,118 @@
+"""Sparse feed-forward: each token goes through the few experts that it chooses.
+
+What a token chooses is computed by ordinary operators. Which rows then go through which
+expert depends on that, so a captured graph holds one call: it reads the choice when it is
+replayed. A map says which physical slot of this rank holds a logical expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from engine_service.device.formats.linear import KERNELS, Linear
+from engine_service.device.layers import gated
+from engine_service.device.models.routing import MoE
+
+Slot = tuple[Linear, Linear]
+"""The matrices of one physical expert: gate and up together, and down."""
+_Stored = tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
+_TINY = 1e-20
+"""Keeps weights finite where every score has vanished."""
+
+
+def choose(logits: Tensor, correction: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
+    """Chooses experts.
+
+    Args:
+        logits: The router's, float32 `[tokens, experts]`.
+        correction: Bias of each expert in the choice (arxiv.org/abs/2408.15664), or none.
+        moe: How to choose.
+
+    Returns:
+        The chosen experts, int64 `[tokens, top_k]`, and their weights, float32.
+    """
+    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+    judged = scores if correction is None else scores + correction
+    if moe.groups > 1:
+        judged = _within_best_groups(judged, moe)
+    chosen = judged.topk(moe.top_k, -1)[1]
+    weights = scores.gather(1, chosen)
+    if moe.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return chosen, weights * moe.scale
+
+
+def mix(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, placement: Tensor, slots: Sequence[Slot]
+) -> Tensor:
+    """Sums what the chosen experts make of each row, by their weights.
+
+    Args:
+        hidden: `[tokens, hidden_size]`.
+        chosen: Logical experts, int64 `[tokens, top_k]`.
+        weights: Float32, like `chosen`.
+        placement: The slot that holds each logical expert, int64 `[experts]`; -1 for one
+            that this rank doesn't hold, whose part is then left out.
+        slots: The physical experts of this rank.
+
+    Returns:
+        `[tokens, hidden_size]`; of several ranks, this one's part.
+    """
+    stored = tuple((gate_up.tensors, down.tensors) for gate_up, down in slots)
+    return _mix(hidden, chosen, weights, placement, stored, slots[0][0].layout.name)
+
+
+def _within_best_groups(judged: Tensor, moe: MoE) -> Tensor:
+    """Leaves the experts of the best groups to choose from (arxiv.org/abs/2412.19437)."""
+    by_group = judged.view(-1, moe.groups, moe.experts // moe.groups)
+    worth = by_group.topk(moe.group_best, -1)[0].sum(-1)
+    best = worth.topk(moe.top_groups, -1)[1]
+    others = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, value=False)
+    return by_group.masked_fill(others.unsqueeze(-1), -math.inf).flatten(1)
+
+
+def _mix(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, placement: Tensor, stored: _Stored, form: str
+) -> Tensor:
+    if has_torch_function((hidden,)):  # being traced: one call in the graph
+        traced: Tensor = handle_torch_function(
+            _mix, (hidden,), hidden, chosen, weights, placement, stored, form
+        )
+        return traced
+    compute = _on_host if hidden.device.type == "cpu" else _on_device
+    return compute(hidden, placement[chosen], weights, stored, form).to(hidden.dtype)
+
+
+def _on_host(hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str) -> Tensor:
+    """Each expert computes the rows that chose it, and one that nobody chose is not read."""
+    total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+    for slot in sorted(set(slots.flatten().tolist())):
+        if slot >= 0:
+            rows, columns = torch.where(slots == slot)
+            made = _expert(hidden[rows], stored[slot], form)
+            total.index_add_(0, rows, made.float() * weights[rows, columns].unsqueeze(1))
+    return total
+
+
+def _on_device(
+    hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str
+) -> Tensor:
+    """Every expert computes every row, since a CUDA graph cannot ask who chose it."""
+    total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+    for slot, matrices in enumerate(stored):
+        share = (weights * (slots == slot)).sum(-1, keepdim=True)
+        total += _expert(hidden, matrices, form).float() * share
+    return total
+
+
+def _expert(
+    rows: Tensor, matrices: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], form: str
+) -> Tensor:
+    gate_up, down = matrices
+    forward = KERNELS[form].forward
+    return forward(gated(forward(rows, *gate_up)), *down)

@@ -1,0 +1,187 @@
+"""The layers of a decoder: attention, then one feed-forward or experts."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_service.device.attention import paged_attention
+from engine_service.device.config import ModelConfig
+from engine_service.device.experts import Slot, choose, mix
+from engine_service.device.formats.layouts import Layout
+from engine_service.device.formats.linear import Linear
+from engine_service.device.layers import Stage, gated, plus, rms_norm, rotate
+from engine_service.device.models.routing import MoE
+from engine_service.device.parallel import Group
+
+
+class Layer(Stage):
+    """Attention, then a feed-forward, each on normalised input."""
+
+    WEIGHTS: ClassVar[tuple[str, ...]] = (
+        "input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm",
+        "post_norm",
+    )  # fmt: skip
+    input_norm: Tensor
+    qkv: Linear
+    qkv_bias: Tensor | None
+    output: Linear
+    output_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    post_norm: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        group: Group,
+        layout: Layout,
+    ) -> None:
+        """`config` has this rank's sizes."""
+        self.group = group
+        self.normalize = functools.partial(rms_norm, eps=config.norm_eps, offset=config.norm_offset)
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        own = f"layer.{index}."
+        for name in self.WEIGHTS:
+            setattr(self, name, tensors.get(own + name))
+        self.qkv = Linear(f"{own}qkv", layout, config.hidden_size, tensors)
+        columns = config.heads * config.head_dim
+        self.output = Linear(f"{own}output", layout, columns, tensors)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        slots: Tensor, tables: Tensor, lengths: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Returns the next rows `[tokens, hidden_size]`; for the rest see `paged_attention`."""
+        fused = plus(self.qkv(self.normalize(hidden, self.input_norm)), self.qkv_bias)
+        by_head = fused.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        query_key, value = _split(by_head, 1, self.heads + self.kv_heads)
+        query, key = _split(self._rotated(query_key, cos, sin), 1, self.heads)
+        attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
+        output = self.group.all_reduce(self.output(attended.flatten(1)))
+        hidden = hidden + plus(output, self.output_bias)
+        return hidden + self.feed_forward(self.normalize(hidden, self.post_norm))
+
+    @abstractmethod
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """Returns what is added to the rows, `[tokens, hidden_size]`, the same on all ranks."""
+
+    def _rotated(self, query_key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = _split(query_key, 1, self.heads)
+            normed = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
+            query_key = torch.cat(normed, 1)
+        if self.rotary_dim == self.head_dim:
+            return rotate(query_key, cos, sin)
+        rotated, rest = _split(query_key, 2, self.rotary_dim)
+        return torch.cat((rotate(rotated, cos, sin), rest), 2)
+
+
+class DenseLayer(Layer):
+    """A layer with one feed-forward for all tokens."""
+
+    WEIGHTS: ClassVar[tuple[str, ...]] = (
+        *Layer.WEIGHTS,
+        "gate_up",
+        "gate_up_bias",
+        "down",
+        "down_bias",
+    )
+    gate_up: Linear
+    gate_up_bias: Tensor | None
+    down: Linear
+    down_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        group: Group,
+        layout: Layout,
+    ) -> None:
+        super().__init__(config, tensors, index, group, layout)
+        self.gate_up, self.down = _mlp(
+            f"layer.{index}.", config.hidden_size, config.ffn_size, tensors, layout
+        )
+        self.activation = config.activation
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """See `Layer`."""
+        gate_up = plus(self.gate_up(normed), self.gate_up_bias)
+        down = self.group.all_reduce(self.down(gated(gate_up, self.activation)))
+        return plus(down, self.down_bias)
+
+
+class SparseLayer(Layer):
+    """A layer whose tokens choose among experts; shared ones serve every token."""
+
+    WEIGHTS: ClassVar[tuple[str, ...]] = (
+        *Layer.WEIGHTS, "router", "correction", "shared_gate_up", "shared_down", "shared_gate",
+        "placement", "experts",
+    )  # fmt: skip
+    COMPILES = False
+    router: Tensor
+    correction: Tensor | None
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+    shared_gate: Tensor | None
+    placement: Tensor
+    experts: tuple[Slot, ...]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        group: Group,
+        layout: Layout,
+        moe: MoE,
+        placement: Tensor,
+    ) -> None:
+        """`placement` is registered state: see `mix`."""
+        super().__init__(config, tensors, index, group, layout)
+        own, hidden = f"layer.{index}.", config.hidden_size
+        self.moe, self.placement = moe, placement
+        self.shared_gate_up = self.shared_down = None
+        if moe.shared_ffn_size:
+            self.shared_gate_up, self.shared_down = _mlp(
+                f"{own}shared_", hidden, moe.shared_ffn_size, tensors, layout
+            )
+        self.experts = tuple(
+            _mlp(f"{own}expert.{expert}.", hidden, moe.ffn_size, tensors, layout)
+            for expert in range(moe.experts)
+        )
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """See `Layer`. All ranks choose alike, and each computes its rows of every expert."""
+        logits = functional.linear(normed.float(), self.router)
+        chosen, weights = choose(logits, self.correction, self.moe)
+        partial = mix(normed, chosen, weights, self.placement, self.experts)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            shared = self.shared_down(gated(self.shared_gate_up(normed)))
+            if self.shared_gate is not None:
+                share = functional.linear(normed.float(), self.shared_gate).sigmoid()
+                shared = shared * share.to(shared.dtype)
+            partial = partial + shared
+        return self.group.all_reduce(partial)
+
+
+def _mlp(
+    own: str, hidden: int, ffn_size: int, tensors: Mapping[str, Tensor], layout: Layout
+) -> Slot:
+    gate_up = Linear(f"{own}gate_up", layout, hidden, tensors)
+    return gate_up, Linear(f"{own}down", layout, ffn_size, tensors)
+
+
+def _split(heads: Tensor, dim: int, first: int) -> tuple[Tensor, Tensor]:
+    return heads.narrow(dim, 0, first), heads.narrow(dim, first, heads.shape[dim] - first)
