@@ -14,6 +14,7 @@ RelayError
 │   └── EpochChanged       the source was updated while it was read
 ├── SourceFailed           a source died, stalled or broke the protocol
 ├── NoSource               nobody (or nobody any more) can fill the target
+│   └── PartsMissing       rows and columns that no source holds
 ├── CorruptBlock           bytes that do not match their digest
 ├── ResourceExhausted      no memory, no descriptors, too many readers
 ├── DeviceError            a device that isn't there, or a call of its driver that failed
@@ -22,6 +23,10 @@ RelayError
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 4
 
 
 class RelayError(Exception):
@@ -86,6 +91,18 @@ class SourceFailed(RelayError):
 
 class NoSource(RelayError):
     """Nobody, or nobody any more, can fill the target."""
+
+
+class PartsMissing(NoSource):
+    """Rows and columns that no source holds. `missing` names all, the message the first few."""
+
+    def __init__(self, missing: Sequence[str]) -> None:
+        shown = [*missing[:_SHOWN], *([f"{len(missing)} in all"] if missing[_SHOWN:] else [])]
+        super().__init__(
+            f"no source holds {'; '.join(shown)}",
+            missing=missing[0], hint="add sources that hold them",
+        )  # fmt: skip
+        self.missing = tuple(missing)
 
 
 class CorruptBlock(RelayError):

@@ -1,0 +1,74 @@
+"""What a plan consists of: runs of bytes from one arena to another, as few as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import replace
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """Moves `count` runs of `nbytes`, which lie at equal distances on both sides."""
+
+    source: int
+    """Index of the source."""
+    source_offset: int
+    """Of the first run in the source's arena, in bytes; so is `target_offset`."""
+    target_offset: int
+    nbytes: int
+    """Of one run."""
+    count: int = 1
+    source_stride: int = 0
+    """Bytes from the start of a run to that of the next; 0 for a single run."""
+    target_stride: int = 0
+    unit: str = ""
+    """Name of the unit that it moves whole: its blocks have the source's digests."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all runs."""
+        return self.nbytes * self.count
+
+
+def merged(copies: Iterable[Copy]) -> list[Copy]:
+    """Joins what lies side by side on both sides; returns it in order of the target.
+
+    Copies of one row still say where the next row would be.
+    """
+    result: list[Copy] = []
+    for copy in sorted(map(_straight, copies), key=lambda one: (one.source, one.target_offset)):
+        if result and (joined := _joined(result[-1], copy)):
+            result[-1] = _straight(joined)
+        else:
+            result.append(copy)
+    single = (
+        replace(one, source_stride=0, target_stride=0) if one.count == 1 else one for one in result
+    )
+    return sorted(single, key=lambda one: one.target_offset)
+
+
+def _straight(copy: Copy) -> Copy:
+    """Returns one run where the runs leave no gap on either side."""
+    if not copy.nbytes == copy.source_stride == copy.target_stride:
+        return copy
+    return Copy(copy.source, copy.source_offset, copy.target_offset, copy.total_bytes)
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """Returns both as one; None where they aren't a wider row, or more rows."""
+    if first.source != second.source:
+        return None
+    steps = (
+        second.source_offset - first.source_offset,
+        second.target_offset - first.target_offset,
+    )
+    strides = first.source_stride, first.target_stride
+    if strides != (second.source_stride, second.target_stride):
+        return None
+    if steps == (first.nbytes, first.nbytes) and first.count == second.count:
+        return replace(first, nbytes=first.nbytes + second.nbytes)
+    below = first.count * strides[0], first.count * strides[1]
+    if steps == below and first.nbytes == second.nbytes:
+        return replace(first, count=first.count + second.count)
+    return None

@@ -1,0 +1,134 @@
+"""Plans between any two ways to cut a model, against cutting the model directly."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from cutting import carry_out, contents, holder, tensor
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relay_service.core.cut import Holder, Part
+from relay_service.core.dtypes import DType
+from relay_service.core.planner import Planner
+from relay_service.errors import PartsMissing
+
+Bounds = list[tuple[int, int]]
+Matrix = tuple[int, int, list[int]]
+"""Number, columns, and the rows of the logical tensors that are fused in it."""
+
+matrices = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 7), min_size=1, max_size=3)),
+    min_size=1, max_size=4,
+).map(lambda drawn: [(number, *one) for number, one in enumerate(drawn)])  # fmt: skip
+
+
+@st.composite
+def bounds(draw, size: int, parts: int) -> Bounds:
+    """Cuts so many things into so many runs, anywhere; some may be empty."""
+    inner = sorted(draw(st.integers(0, size)) for _ in range(parts - 1))
+    return [(first, end - first) for first, end in pairwise([0, *inner, size])]
+
+
+@st.composite
+def placements(draw, model: list[Matrix], most: int = 3) -> list[Holder]:
+    """Ranks in a grid of at most so many by so many.
+
+    Each holds its rows and columns of every matrix, or all of one; matrices lie in any order,
+    in few units or many, their rows side by side or apart.
+    """
+    bands, stripes = draw(st.integers(1, most)), draw(st.integers(1, most))
+    ranks: list[dict] = [{} for _ in range(bands * stripes)]
+    for number, width, heights in draw(st.permutations(model)):
+        unit, row = f"unit.{draw(st.integers(0, 1))}", draw(st.sampled_from([0, 9]))
+        shared, dtype = draw(st.booleans()), [DType.U8, DType.BF16, DType.F32][number % 3]
+        across = draw(bounds(width, stripes))
+        down = [draw(bounds(height, bands)) for height in heights]
+        for rank, units in enumerate(ranks):
+            band, stripe = divmod(rank, stripes)
+            parts = [
+                Part(
+                    f"{number}.{n}", (height, width),
+                    (0, height) if shared else down[n][band],
+                    (0, width) if shared else across[stripe],
+                )
+                for n, height in enumerate(heights)
+            ]  # fmt: skip
+            units.setdefault(unit, []).append(tensor(f"m{number}", *parts, dtype=dtype, row=row))
+    return [holder(f"rank {n}", units) for n, units in enumerate(ranks)]
+
+
+def cells(ranks: list[Holder]) -> set[tuple[str, int, int]]:
+    """Returns every element of logical tensors that these ranks hold."""
+    parts = [part for one in ranks for cut in one.cuts.values() for part in cut.parts]
+    return {
+        (part.logical, row, column)
+        for part in parts
+        for row in range(part.rows[0], sum(part.rows))
+        for column in range(part.columns[0], sum(part.columns))
+    }
+
+
+def named(missing: tuple[str, ...]) -> Iterator[tuple[str, int, int]]:
+    """Yields every element that an error names."""
+    for words in missing:
+        found = re.fullmatch(
+            r"m\d+: (.+): rows (\d+)\.\.(\d+) of \d+(?:, columns (\d+)\.\.(\d+) of \d+)?", words
+        )
+        assert found, words
+        top, bottom, left, right = (int(number or 0) for number in found.groups()[1:])
+        for row in range(top, bottom + 1):
+            yield from ((found[1], row, column) for column in range(left, right + 1))
+
+
+@given(st.data(), matrices)
+def test_a_plan_cuts_like_the_model_itself(data, model):
+    """Whatever the cuts, every byte is written once, with that of the logical tensor."""
+    sources = data.draw(placements(model)) + data.draw(st.just([]) | placements(model))
+    planner, arenas = Planner(sources), [contents(one) for one in sources]
+    for target in data.draw(placements(model)):
+        filled = carry_out(planner.plan(target), arenas, target.manifest.data_bytes)
+        assert filled == contents(target)
+
+
+@given(st.data(), matrices)
+def test_what_dead_ranks_held_is_missing(data, model):
+    """Without some ranks a plan is as good, or the error names just what nobody holds."""
+    ranks = data.draw(placements(model))
+    dead = data.draw(st.sets(st.sampled_from(range(len(ranks)))))
+    sources = [one for number, one in enumerate(ranks) if number not in dead]
+    for target in data.draw(placements(model)):
+        missing = cells([target]) - cells(sources)
+        planner = Planner(sources)
+        if missing:
+            with pytest.raises(PartsMissing) as refused:
+                planner.plan(target)
+            found = list(named(refused.value.missing))
+            assert set(found) == missing
+            assert len(found) == len(missing)
+        else:
+            arenas = [contents(one) for one in sources]
+            filled = carry_out(planner.plan(target), arenas, target.manifest.data_bytes)
+            assert filled == contents(target)
+
+
+@given(st.data(), matrices)
+def test_the_same_placement_is_copied_unit_by_unit(data, model):
+    """A rank that another one equals is filled with one run per unit, none for an empty one."""
+    ranks = data.draw(placements(model))
+    for target in ranks:
+        plan = Planner(ranks).plan(target)
+        units = [unit for unit in target.manifest.units if unit.nbytes]
+        assert [(c.unit, c.target_offset, c.nbytes, c.count) for c in plan] == [
+            (unit.name, unit.offset, unit.nbytes, 1) for unit in units
+        ]
+
+
+@given(st.data(), matrices)
+def test_a_rank_that_holds_everything_gives_a_run_per_part(data, model):
+    """From one whole rank nothing is cut into more copies than there are parts."""
+    (whole,) = data.draw(placements(model, most=1))
+    for target in data.draw(placements(model)):
+        parts = sum(len(cut.parts) for cut in target.cuts.values())
+        assert len(Planner([whole]).plan(target)) <= parts
