@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from engine_service.errors import NonFiniteLogits
 
 # Wide enough for almost every nucleus; a wider one costs a full sort.
 _SHORTLIST = 1024
+_CHUNK, _LEAST_CHUNK = 256, 16
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -26,8 +28,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     Raises:
         NonFiniteLogits: A row holds NaN or an infinity.
     """
-    _check_finite(logits)
-    tokens: list[int] = logits.argmax(1).tolist()
+    tokens = _best(logits)
     for index, row in enumerate(rows):
         if row.sampling.temperature <= 0 and not adjusts(row):
             continue
@@ -46,12 +47,31 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _check_finite(logits: Tensor) -> None:
-    low, high = torch.aminmax(logits, dim=1)
+def _best(logits: Tensor) -> list[int]:
+    """Returns the likeliest token of each row. Raises `NonFiniteLogits`.
+
+    The extremes of chunks are found with vector instructions, which a search for an index
+    over the whole row is not: it takes place in one chunk.
+    """
+    size = logits.shape[1]
+    chunk = math.gcd(size, _CHUNK)
+    if chunk < _LEAST_CHUNK:
+        chunk = size
+    chunks = logits.view(len(logits), -1, chunk)
+    highest = chunks.amax(2)
+    _check_finite(chunks.amin(2).amin(1), highest.amax(1))
+    best = highest.argmax(1)
+    within = chunks[torch.arange(len(logits), device=logits.device), best].argmax(1)
+    tokens: list[int] = (best * chunk + within).tolist()
+    return tokens
+
+
+def _check_finite(low: Tensor, high: Tensor) -> None:
+    """Takes the extremes of each row; they are NaN where the row has one."""
     broken = (~(low.isfinite() & high.isfinite())).nonzero().flatten().tolist()
     if broken:
         raise NonFiniteLogits(
-            f"logits of {len(broken)} of {len(logits)} rows are not finite",
+            f"logits of {len(broken)} of {len(low)} rows are not finite",
             rows=", ".join(map(str, broken)),
         )
 

@@ -100,10 +100,20 @@ def test_seeds_and_indices_decide_the_draw():
     assert len({uniform(seed, index) for seed in range(20) for index in range(20)}) == 400
 
 
+@pytest.mark.parametrize("vocab", [1, 199, 256, 768, 32003, 49152])
+def test_the_greedy_token_is_the_likeliest(vocab):
+    """At every place of a vocabulary of any size, whatever is searched in parts."""
+    logits = _logits(3, 64, vocab)
+    places = torch.linspace(0, vocab - 1, 64).long()
+    logits[torch.arange(64), places] = logits.max() + 1
+    assert sample(logits, [Sampling()] * 64, [0] * 64) == places.tolist()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 512])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_not_finite_are_an_error(value):
+def test_logits_that_are_not_finite_are_an_error(value, vocab):
     """No token is made of NaN or infinity, greedy or not; the row is named."""
-    logits = _logits(1, 3)
+    logits = _logits(1, 3, vocab)
     logits[1, 7] = value
     with pytest.raises(NonFiniteLogits) as caught:
         sample(logits, [Sampling()] * 3, [0] * 3)
