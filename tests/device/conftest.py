@@ -1,5 +1,6 @@
 """Tiny checkpoints, and a rank that serves one, for all tests of the device ring."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,11 @@ def untied(tmp_path_factory) -> Path:
 def captured(tied) -> Rank:
     """A rank with a captured graph; tests must leave it as it is."""
     return serving_rank(tied, capture=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected():
+    """Frees the arenas of a file's ranks: they hang in cycles that Python hardly looks for."""
+    yield
+    gc.unfreeze()  # a worker freezes what it finds, garbage too
+    gc.collect()

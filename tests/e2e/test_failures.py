@@ -35,7 +35,6 @@ VICTIMS = {
 }
 SAMPLE = {
     ("target_relay", "kill", 50, "grpc"),
-    ("target_relay", "stop", 10, "shm"),
     ("seed", "kill", 10, "grpc"),
     ("seed_relay", "stop", 50, "grpc"),
     ("target", "kill", 99, "shm"),
