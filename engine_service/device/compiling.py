@@ -51,9 +51,7 @@ def compile_layer(rank: Rank) -> tuple[Path, bool]:
         try:
             _compile(graphs, package)
         except Exception as error:
-            raise CaptureError(
-                f"the layer cannot be compiled: {error}", hint="is g++ installed?"
-            ) from error
+            raise CaptureError(f"the layer cannot be compiled: {error}") from error
         finally:
             tempfile.tempdir = None
         library = _unpacked(package, ".wrapper.so")

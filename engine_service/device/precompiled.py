@@ -65,6 +65,8 @@ def load(place: Path) -> Graph | None:
     if not place.is_file():
         return None
     for path in (place, operators_of(place), digest_of(place), place.parent):
+        if not path.exists():
+            raise _unloadable(place, f"{path.name} is missing")
         state = path.stat()
         if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_MAY_WRITE:
             raise CaptureError(

@@ -121,6 +121,15 @@ def test_what_others_may_write_is_not_run(tied, own_cache):
         _serving(tied, "auto")
 
 
+@pytest.mark.parametrize("ending", [".json", ".sha256"])
+def test_a_file_that_is_missing_is_named(tied, own_cache, ending):
+    """What belongs to a layer is there with it, or the layer is not taken."""
+    (path,) = (own_cache / "seedrelay" / "compiled").glob("*" + ending)
+    path.unlink()
+    with pytest.raises(CaptureError, match=f"{path.name} is missing"):
+        _serving(tied, "auto")
+
+
 def test_a_broken_file_is_refused(tied, own_cache):
     """By name, with what to do."""
     (place,) = (own_cache / "seedrelay" / "compiled").glob("*.so")
