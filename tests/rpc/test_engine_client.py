@@ -120,15 +120,15 @@ async def test_the_deadline_holds_for_all_tries(service, counted):
 async def test_abort(service):
     """Aborting by name ends every answer of a request with what it has, and nobody else's."""
     service.ranks.gate.clear()
-    reading = [
-        asyncio.create_task(_last(service.client, asked(name=name, n=n)))
-        for name, n in (("one", 2), ("other", 1))
-    ]
-    await eventually(lambda: len(service.scheduler.running) + len(service.scheduler.waiting) == 3)
+    scheduler = service.scheduler
+    one = asyncio.create_task(_last(service.client, asked(name="one", n=2)))
+    await eventually(lambda: scheduler.running)  # The queue has no place for all three.
+    other = asyncio.create_task(_last(service.client, asked(name="other")))
+    await eventually(lambda: len(scheduler.running) + len(scheduler.waiting) == 3)
     assert await service.client.abort(["one", "nobody"]) == 2
-    assert await reading[0] == engine_pb2.FINISH_REASON_ABORT
+    assert await one == engine_pb2.FINISH_REASON_ABORT
     service.ranks.gate.set()
-    assert await reading[1] == engine_pb2.FINISH_REASON_LENGTH
+    assert await other == engine_pb2.FINISH_REASON_LENGTH
 
 
 async def _last(client: EngineClient, request) -> int:
