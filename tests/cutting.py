@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from relay_service.core.copies import Copy
-from relay_service.core.cut import Cut, Holder, Part
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
+from relay_service.core.holder import Holder
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
-
-Declared = tuple[TensorSpec, Cut]
 
 
 def rows(logical: str, whole: tuple[int, int], first: int, count: int) -> Part:
@@ -25,32 +24,32 @@ def columns(logical: str, whole: tuple[int, int], first: int, count: int) -> Par
 
 def tensor(
     name: str, *parts: Part, dtype: DType = DType.U8, sealed: str = "", row: int = 0
-) -> Declared:
+) -> TensorSpec:
     """Declares an arena tensor of these parts; its rows lie `row` elements apart if that is more.
 
     A sealed one takes a byte more per row, as packed tiles would.
     """
     shape = sum(part.rows[1] for part in parts), parts[0].columns[1] + bool(sealed)
     strides = (max(row, shape[1]), 1)
-    return TensorSpec(name, dtype, shape, strides=strides), Cut(parts, sealed)
+    return TensorSpec(name, dtype, shape, strides=strides, cut=Cut(parts, sealed))
 
 
-def holder(name: str, units: Mapping[str, Sequence[Declared]], shift: int = 0) -> Holder:
+def holder(name: str, units: Mapping[str, Sequence[TensorSpec]], shift: int = 0) -> Holder:
     """Lays out a rank's arena, behind a unit of so many pages that nobody else has."""
-    first = UnitSpec("pages", (TensorSpec("pages", DType.U8, (shift * 4096,)),))
-    specs = [UnitSpec(unit, tuple(spec for spec, _ in held)) for unit, held in units.items()]
-    cuts = {spec.name: cut for held in units.values() for spec, cut in held}
-    if not shift:
-        return Holder(name, lay_out(0, specs), cuts)
-    pages = Cut((rows(f"pages of {name}", (shift * 4096, 1), 0, shift * 4096),))
-    return Holder(name, lay_out(0, [first, *specs]), {"pages": pages, **cuts})
+    specs = [UnitSpec(unit, tuple(held)) for unit, held in units.items()]
+    if shift:
+        pages = Cut((rows(f"pages of {name}", (shift * 4096, 1), 0, shift * 4096),))
+        specs.insert(
+            0, UnitSpec("pages", (TensorSpec("pages", DType.U8, (shift * 4096,), cut=pages),))
+        )
+    return Holder(name, lay_out(0, specs))
 
 
 def contents(one: Holder) -> bytearray:
     """Cuts logical tensors as a rank holds them; what nobody holds is zero."""
     data = bytearray(one.manifest.data_bytes)
     for entry in (t for unit in one.manifest.units for t in unit.tensors if not t.alias):
-        cut, size = one.cuts[entry.name], entry.dtype.itemsize
+        cut, size = entry.cut, entry.dtype.itemsize
         if cut.sealed:
             data[entry.offset : entry.offset + entry.nbytes] = _bytes(repr(cut), entry.nbytes)
             continue

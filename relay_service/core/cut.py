@@ -13,15 +13,13 @@ moves only to where it is cut the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
-from relay_service.core.layout import MAX_DATA_BYTES, contiguous_strides
-from relay_service.core.manifest import Manifest, TensorEntry, Unit
 from relay_service.core.rectangle import Rectangle
-from relay_service.errors import FormatMismatch, ManifestError
+
+_MAX_ELEMENTS = 1 << 44
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -54,92 +52,40 @@ class Part(msgspec.Struct, frozen=True):
 class Cut(msgspec.Struct, frozen=True):
     """What an arena tensor is made of."""
 
-    parts: tuple[Part, ...]
-    """Its rows, from top to bottom. Each part has all its columns."""
+    parts: tuple[Part, ...] = ()
+    """Its rows, from top to bottom. Each part has all its columns. Empty where it isn't said."""
     sealed: str = ""
     """Why it cannot be cut otherwise (`packed in tiles`); empty where it can."""
 
-
-class Holder(msgspec.Struct, frozen=True):
-    """One rank's arena, and what its tensors are made of."""
-
-    name: str
-    """What errors call it: `seed rank 0`."""
-    manifest: Manifest
-    cuts: Mapping[str, Cut]
-    """By name of the arena tensor; an alias needs none."""
-
-    def tensors(self, unit: Unit) -> list[tuple[TensorEntry, Cut]]:
-        """Returns the tensors of a unit that have bytes of their own, and their cuts.
-
-        Raises `FormatMismatch` where it isn't said, `ManifestError` where it contradicts the
-        tensor.
-        """
-        return [(tensor, self._cut(tensor)) for tensor in unit.tensors if not tensor.alias]
-
-    def _cut(self, tensor: TensorEntry) -> Cut:
-        if tensor.name not in self.cuts:
-            raise FormatMismatch(
-                f"{self.name}: {tensor.name} does not say which rows and columns it holds",
-                field="placement", hint="start the target placed like a source",
-            )  # fmt: skip
-        cut = self.cuts[tensor.name]
-        if fault := _fault(tensor, cut):
-            raise ManifestError(f"{self.name}: {tensor.name}: {fault}")
-        return cut
+    def fault(self, shape: Sequence[int], strides: Sequence[int]) -> str:
+        """Says how it contradicts its tensor; empty when it doesn't."""
+        for part in self.parts:
+            if not _within(part):
+                return f"{part.logical[:64]!r} has no rows {part.rows} and columns {part.columns}"
+        if not self.parts:
+            return "it is sealed and has no parts" if self.sealed else ""
+        return "" if self.sealed else _shape_fault(self, shape, strides)
 
 
-class Held(NamedTuple):
-    """A part, and where an arena holds it."""
-
-    tensor: TensorEntry
-    part: Part
-    offset: int
-    """Of its first element, in bytes."""
-    row_bytes: int
-    """From one row to the next."""
-
-    def at(self, piece: Rectangle) -> int:
-        """Returns the offset of the first element of some of its rows and columns."""
-        row, column = piece.top - self.part.rows[0], piece.left - self.part.columns[0]
-        return self.offset + row * self.row_bytes + column * self.tensor.dtype.itemsize
+UNSAID = Cut()
 
 
-def held_parts(tensor: TensorEntry, cut: Cut) -> Iterator[Held]:
-    """Yields where the parts of a tensor lie that isn't sealed."""
-    row_bytes = (tensor.strides[0] if tensor.shape else 1) * tensor.dtype.itemsize
-    offset = tensor.offset
-    for part in cut.parts:
-        yield Held(tensor, part, offset, row_bytes)
-        offset += part.rows[1] * row_bytes
-
-
-def _fault(tensor: TensorEntry, cut: Cut) -> str:
-    """Says how a cut contradicts its tensor; empty when it doesn't."""
-    for part in cut.parts:
-        if not _within(part):
-            return f"{part.logical[:64]!r} has no rows {part.rows} and columns {part.columns}"
-    if not cut.parts:
-        return "it has no parts"
-    return "" if cut.sealed else _shape_fault(tensor, cut)
-
-
-def _shape_fault(tensor: TensorEntry, cut: Cut) -> str:
+def _shape_fault(cut: Cut, shape: Sequence[int], strides: Sequence[int]) -> str:
     """Says why the parts, one below another, aren't the tensor; empty when they are."""
-    rows, columns = tensor.shape[0] if tensor.shape else 1, math.prod(tensor.shape[1:])
+    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     if sum(part.rows[1] for part in cut.parts) != rows:
         return f"its parts are not its {rows} rows"
     if any(part.columns[1] != columns for part in cut.parts):
         return f"a part has not its {columns} columns"
-    if not _has_whole_rows(tensor.shape, tensor.strides):
-        return f"strides {tensor.strides} scatter its rows"
+    if not _has_whole_rows(shape, strides):
+        return f"strides {tuple(strides)} scatter its rows"
     return ""
 
 
 def _within(part: Part) -> bool:
     spans = zip(part.whole, (part.rows, part.columns), strict=True)
     return all(
-        0 <= size <= MAX_DATA_BYTES and first >= 0 and count >= 0 and first + count <= size
+        0 <= size <= _MAX_ELEMENTS and first >= 0 and count >= 0 and first + count <= size
         for size, (first, count) in spans
     )
 
@@ -148,6 +94,11 @@ def _has_whole_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Returns whether the elements of a row lie side by side, and no two rows overlap."""
     if not shape:
         return True
-    return tuple(strides[1:]) == contiguous_strides(shape)[1:] and (
+    return tuple(strides[1:]) == _contiguous(shape) and (
         shape[0] == 1 or strides[0] >= math.prod(shape[1:])
     )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of all dimensions but the first where a row's elements lie in order."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(1, len(shape)))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from relay_service.core.cut import UNSAID, Cut
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import (
     DIGEST_BYTES,
@@ -22,6 +23,7 @@ KINDS = ("parameter", "buffer", "scale", "derived")
 MAX_UNITS = 1 << 20
 MAX_TENSORS = 1 << 22
 MAX_DIMENSIONS = 8
+MAX_PARTS = 1024
 MAX_NAME_CHARS = 256
 MAX_DATA_BYTES = 1 << 44
 
@@ -38,6 +40,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """Name of an earlier tensor of the same unit or arena to share bytes with."""
     strides: tuple[int, ...] = ()
     """In elements; empty for a contiguous tensor."""
+    cut: Cut = UNSAID
+    """Which parts of logical tensors it holds."""
 
 
 class UnitSpec(msgspec.Struct, frozen=True):
@@ -118,7 +122,7 @@ def _place(spec: TensorSpec, offset: int, placed: dict[str, TensorEntry]) -> Ten
     nbytes = span_bytes(spec.dtype, spec.shape, strides)
     return TensorEntry(
         spec.name, spec.kind, spec.dtype, spec.shape, strides, offset, nbytes,
-        spec.logical, spec.alias,
+        spec.logical, spec.alias, spec.cut,
     )  # fmt: skip
 
 
@@ -163,6 +167,10 @@ def _check_shape(tensor: TensorEntry) -> None:
         raise ManifestError(f"tensor {tensor.name}: {len(tensor.shape)} dimensions")
     if any(not 0 <= size <= MAX_DATA_BYTES for size in sizes):
         raise ManifestError(f"tensor {tensor.name}: a size is out of range")
+    if len(tensor.cut.parts) > MAX_PARTS:
+        raise ManifestError(f"tensor {tensor.name}: more than {MAX_PARTS} parts")
+    if fault := tensor.cut.fault(tensor.shape, tensor.strides):
+        raise ManifestError(f"tensor {tensor.name}: {fault}")
     expected = span_bytes(tensor.dtype, tensor.shape, tensor.strides)
     if tensor.nbytes != expected:
         raise ManifestError(f"tensor {tensor.name}: {tensor.nbytes} bytes, shape needs {expected}")

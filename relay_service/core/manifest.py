@@ -12,6 +12,7 @@ from itertools import accumulate
 import msgspec
 import xxhash
 
+from relay_service.core.cut import UNSAID, Cut
 from relay_service.core.dtypes import DType
 
 BLOCK_BYTES = 1 << 20
@@ -38,6 +39,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
     """Checkpoint tensors that it is made of, joined by `+`."""
     alias: str = ""
     """Name of the tensor whose bytes it shares; empty for an owner."""
+    cut: Cut = UNSAID
+    """Which parts of logical tensors it holds. An alias has none."""
 
 
 class Unit(msgspec.Struct, frozen=True):

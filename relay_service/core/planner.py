@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import msgspec
 
 from relay_service.core.copies import Copy, merged
-from relay_service.core.cut import Cut, Held, Holder, held_parts
+from relay_service.core.holder import Held, Holder, held_parts
 from relay_service.core.manifest import TensorEntry, Unit
 from relay_service.core.rectangle import Rectangle
 from relay_service.errors import FormatMismatch, PartsMissing
@@ -75,13 +75,13 @@ class Planner:
     def _learn(self, number: int, source: Holder, unit: Unit) -> None:
         tensors = source.tensors(unit)
         self._wholes[_unit_key(unit, tensors)].append(_Whole(number, unit.offset))
-        for tensor, cut in tensors:
-            self._wholes[_tensor_key(tensor, cut)].append(_Whole(number, tensor.offset))
-            if cut.sealed:
-                reason = tensor.name, cut.sealed
-                self._sealed.update((part.logical, reason) for part in cut.parts)
+        for tensor in tensors:
+            self._wholes[_tensor_key(tensor)].append(_Whole(number, tensor.offset))
+            if tensor.cut.sealed:
+                reason = tensor.name, tensor.cut.sealed
+                self._sealed.update((part.logical, reason) for part in tensor.cut.parts)
                 continue
-            for held in held_parts(tensor, cut):
+            for held in held_parts(tensor):
                 self._parts[held.part.logical].append(_Sourced(number, held))
 
     def _fill_unit(self, target: Holder, unit: Unit, missing: list[str]) -> list[Copy]:
@@ -90,20 +90,18 @@ class Planner:
         tensors = target.tensors(unit)
         if whole := self._whole(_unit_key(unit, tensors), unit.nbytes):
             return [Copy(whole.source, whole.offset, unit.offset, unit.nbytes, unit=unit.name)]
-        return merged(
-            copy for tensor, cut in tensors for copy in self._fill_tensor(tensor, cut, missing)
-        )
+        return merged(copy for tensor in tensors for copy in self._fill_tensor(tensor, missing))
 
-    def _fill_tensor(self, tensor: TensorEntry, cut: Cut, missing: list[str]) -> Iterator[Copy]:
+    def _fill_tensor(self, tensor: TensorEntry, missing: list[str]) -> Iterator[Copy]:
         if not tensor.nbytes:
             return
-        if whole := self._whole(_tensor_key(tensor, cut), tensor.nbytes):
+        if whole := self._whole(_tensor_key(tensor), tensor.nbytes):
             yield Copy(whole.source, whole.offset, tensor.offset, tensor.nbytes)
             return
-        if cut.sealed:
-            self._refuse_sealed(tensor, cut, missing)
+        if tensor.cut.sealed:
+            self._refuse_sealed(tensor, missing)
             return
-        for held in held_parts(tensor, cut):
+        for held in held_parts(tensor):
             yield from self._fill_part(held, missing)
 
     def _whole(self, key: Hashable, nbytes: int) -> _Whole | None:
@@ -162,11 +160,13 @@ class Planner:
             count, one.held.row_bytes, want.row_bytes,
         )  # fmt: skip
 
-    def _refuse_sealed(self, tensor: TensorEntry, cut: Cut, missing: list[str]) -> None:
+    def _refuse_sealed(self, tensor: TensorEntry, missing: list[str]) -> None:
         """Raises where sources hold it cut otherwise; else it is missing."""
-        if any(part.logical in self._sealed or part.logical in self._parts for part in cut.parts):
-            raise _cannot_be_cut(tensor, tensor.name, cut.sealed)
-        missing += [f"{tensor.name}: {part.words()}" for part in cut.parts]
+        if any(
+            part.logical in self._sealed or part.logical in self._parts for part in tensor.cut.parts
+        ):
+            raise _cannot_be_cut(tensor, tensor.name, tensor.cut.sealed)
+        missing += [f"{tensor.name}: {part.words()}" for part in tensor.cut.parts]
 
 
 def _cannot_be_cut(tensor: TensorEntry, sealed: str, reason: str) -> FormatMismatch:
@@ -184,12 +184,12 @@ def _pieces(rest: Iterable[Rectangle], one: _Sourced) -> Iterator[Rectangle]:
     return (piece for piece in shared if piece.area)
 
 
-def _unit_key(unit: Unit, tensors: list[tuple[TensorEntry, Cut]]) -> Hashable:
+def _unit_key(unit: Unit, tensors: list[TensorEntry]) -> Hashable:
     """Equal for units of equal bytes, wherever they lie."""
-    held = [(one.offset - unit.offset, *_tensor_key(one, cut)) for one, cut in tensors]
+    held = [(one.offset - unit.offset, *_tensor_key(one)) for one in tensors]
     return unit.name, unit.nbytes, *held
 
 
-def _tensor_key(tensor: TensorEntry, cut: Cut) -> tuple[Hashable, ...]:
+def _tensor_key(tensor: TensorEntry) -> tuple[Hashable, ...]:
     """Equal for tensors of equal bytes, wherever they lie."""
-    return tensor.dtype, tensor.shape, tensor.strides, cut
+    return tensor.dtype, tensor.shape, tensor.strides, tensor.cut

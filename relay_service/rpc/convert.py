@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
@@ -182,14 +183,7 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
 def _unit_to_proto(unit: Unit) -> weights_pb2.WeightUnit:
     return weights_pb2.WeightUnit(
         name=unit.name, offset=unit.offset, byte_count=unit.nbytes,
-        tensors=[
-            weights_pb2.TensorEntry(
-                name=t.name, kind=t.kind, dtype=t.dtype, shape=t.shape, strides=t.strides,
-                offset=t.offset, byte_count=t.nbytes, logical=t.logical, alias=t.alias,
-            )
-            for t in unit.tensors
-        ],
-        block_digests=unit.digests,
+        tensors=map(_tensor_to_proto, unit.tensors), block_digests=unit.digests,
     )  # fmt: skip
 
 
@@ -197,6 +191,22 @@ def _unit_from_proto(message: weights_pb2.WeightUnit) -> Unit:
     tensors = tuple(_tensor_from_proto(tensor) for tensor in message.tensors)
     digests = tuple(message.block_digests)
     return Unit(message.name, message.offset, message.byte_count, tensors, digests)
+
+
+def _tensor_to_proto(tensor: TensorEntry) -> weights_pb2.TensorEntry:
+    return weights_pb2.TensorEntry(
+        name=tensor.name, kind=tensor.kind, dtype=tensor.dtype, shape=tensor.shape,
+        strides=tensor.strides, offset=tensor.offset, byte_count=tensor.nbytes,
+        logical=tensor.logical, alias=tensor.alias, sealed=tensor.cut.sealed,
+        parts=[
+            weights_pb2.TensorPart(
+                logical=part.logical, whole_rows=part.whole[0], whole_columns=part.whole[1],
+                first_row=part.rows[0], row_count=part.rows[1],
+                first_column=part.columns[0], column_count=part.columns[1],
+            )
+            for part in tensor.cut.parts
+        ],
+    )  # fmt: skip
 
 
 def _tensor_from_proto(message: weights_pb2.TensorEntry) -> TensorEntry:
@@ -209,4 +219,12 @@ def _tensor_from_proto(message: weights_pb2.TensorEntry) -> TensorEntry:
     return TensorEntry(
         message.name, message.kind, dtype, tuple(message.shape), tuple(message.strides),
         message.offset, message.byte_count, message.logical, message.alias,
+        Cut(tuple(map(_part_from_proto, message.parts)), message.sealed),
+    )  # fmt: skip
+
+
+def _part_from_proto(message: weights_pb2.TensorPart) -> Part:
+    return Part(
+        message.logical, (message.whole_rows, message.whole_columns),
+        (message.first_row, message.row_count), (message.first_column, message.column_count),
     )  # fmt: skip

@@ -5,8 +5,9 @@ import pytest
 from cutting import carry_out, columns, contents, holder, rows, tensor
 
 from relay_service.core.copies import Copy, merged
-from relay_service.core.cut import Cut, Holder, Part
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
+from relay_service.core.holder import Holder
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import Manifest
 from relay_service.core.planner import Planner
@@ -156,7 +157,7 @@ def test_a_unit_of_another_name_or_size_gives_its_tensors(changes):
     (source,) = by_rows(8)
     unit = msgspec.structs.replace(source.manifest.units[0], **changes)
     manifest = Manifest(0, source.manifest.data_bytes, (unit,))
-    assert Planner([source]).plan(Holder("t", manifest, source.cuts)) == (Copy(0, 0, 0, 64),)
+    assert Planner([source]).plan(Holder("t", manifest)) == (Copy(0, 0, 0, 64),)
 
 
 def test_a_matrix_that_is_held_twice():
@@ -169,22 +170,17 @@ def test_a_matrix_that_is_held_twice():
 
 def test_shapes_of_other_dimensions():
     """A scalar is one row, a stack of matrices has its first dimension as rows, nothing is none."""
+    scalar = TensorSpec("scalar", DType.F32, (), cut=Cut((rows("scalar", (1, 1), 0, 1),)))
     specs = (
-        TensorSpec("scalar", DType.F32, ()),
-        TensorSpec("stack", DType.U8, (1, 2, 4)),
-        TensorSpec("empty", DType.U8, (0, 4)),
+        scalar,
+        TensorSpec("stack", DType.U8, (1, 2, 4), cut=Cut((rows("stack", (3, 8), 2, 1),))),
+        TensorSpec("empty", DType.U8, (0, 4), cut=Cut((rows("stack", (3, 4), 0, 0),))),
         TensorSpec("alias", DType.U8, (1, 2, 4), alias="stack"),
     )
-    cuts = {
-        "scalar": Cut((rows("scalar", (1, 1), 0, 1),)),
-        "stack": Cut((rows("stack", (3, 8), 2, 1),)),
-        "empty": Cut((rows("stack", (3, 4), 0, 0),)),
-    }
-    target = Holder("target", lay_out(0, [UnitSpec("u", specs)]), cuts)
-    stack = Cut((rows("stack", (3, 8), 0, 3),))
-    spec = TensorSpec("stack", DType.U8, (3, 2, 4))
-    whole = UnitSpec("stacked", (spec,)), UnitSpec("v", (specs[0],))
-    source = Holder("s", lay_out(0, list(whole)), {"stack": stack, "scalar": cuts["scalar"]})
+    target = Holder("target", lay_out(0, [UnitSpec("u", specs)]))
+    stack = TensorSpec("stack", DType.U8, (3, 2, 4), cut=Cut((rows("stack", (3, 8), 0, 3),)))
+    whole = UnitSpec("stacked", (stack,)), UnitSpec("v", (scalar,))
+    source = Holder("s", lay_out(0, list(whole)))
     assert Planner([source]).plan(target) == (Copy(0, 4096, 0, 4), Copy(0, 16, 64, 8))
 
 

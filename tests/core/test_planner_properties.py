@@ -9,8 +9,10 @@ from cutting import carry_out, contents, holder, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay_service.core.cut import Holder, Part
+from relay_service.core.cut import Part
 from relay_service.core.dtypes import DType
+from relay_service.core.holder import Holder
+from relay_service.core.manifest import TensorEntry
 from relay_service.core.planner import Planner
 from relay_service.errors import PartsMissing
 
@@ -59,9 +61,14 @@ def placements(draw, model: list[Matrix], most: int = 3) -> list[Holder]:
     return [holder(f"rank {n}", units) for n, units in enumerate(ranks)]
 
 
+def tensors(one: Holder) -> Iterator[TensorEntry]:
+    """Yields the tensors of a rank."""
+    return (entry for unit in one.manifest.units for entry in unit.tensors)
+
+
 def cells(ranks: list[Holder]) -> set[tuple[str, int, int]]:
     """Returns every element of logical tensors that these ranks hold."""
-    parts = [part for one in ranks for cut in one.cuts.values() for part in cut.parts]
+    parts = [part for one in ranks for entry in tensors(one) for part in entry.cut.parts]
     return {
         (part.logical, row, column)
         for part in parts
@@ -130,5 +137,5 @@ def test_a_rank_that_holds_everything_gives_a_run_per_part(data, model):
     """From one whole rank nothing is cut into more copies than there are parts."""
     (whole,) = data.draw(placements(model, most=1))
     for target in data.draw(placements(model)):
-        parts = sum(len(cut.parts) for cut in target.cuts.values())
+        parts = sum(len(entry.cut.parts) for entry in tensors(target))
         assert len(Planner([whole]).plan(target)) <= parts

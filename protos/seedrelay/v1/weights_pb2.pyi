@@ -70,7 +70,7 @@ class Artifact(_message.Message):
     def __init__(self, name: _Optional[str] = ..., byte_count: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class TensorEntry(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "shape", "strides", "offset", "byte_count", "logical", "alias")
+    __slots__ = ("name", "kind", "dtype", "shape", "strides", "offset", "byte_count", "logical", "alias", "parts", "sealed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,8 @@ class TensorEntry(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOGICAL_FIELD_NUMBER: _ClassVar[int]
     ALIAS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     dtype: str
@@ -89,7 +91,27 @@ class TensorEntry(_message.Message):
     byte_count: int
     logical: str
     alias: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., strides: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ..., logical: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[TensorPart]
+    sealed: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., strides: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ..., logical: _Optional[str] = ..., alias: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[TensorPart, _Mapping]]] = ..., sealed: _Optional[str] = ...) -> None: ...
+
+class TensorPart(_message.Message):
+    __slots__ = ("logical", "whole_rows", "whole_columns", "first_row", "row_count", "first_column", "column_count")
+    LOGICAL_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    logical: str
+    whole_rows: int
+    whole_columns: int
+    first_row: int
+    row_count: int
+    first_column: int
+    column_count: int
+    def __init__(self, logical: _Optional[str] = ..., whole_rows: _Optional[int] = ..., whole_columns: _Optional[int] = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., first_column: _Optional[int] = ..., column_count: _Optional[int] = ...) -> None: ...
 
 class WeightUnit(_message.Message):
     __slots__ = ("name", "offset", "byte_count", "tensors", "block_digests")
