@@ -14,6 +14,7 @@ import msgspec
 
 from engine_service.device.config import ModelConfig
 from engine_service.errors import UnsupportedModel
+from relay_service.core.cut import Part
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -60,6 +61,10 @@ class Slice(msgspec.Struct, frozen=True):
     def elements(self) -> int:
         """Elements of the slice."""
         return self.rows[1] * self.columns[1]
+
+    def part(self, logical: str) -> Part:
+        """Returns it as a part of the logical tensor of that name."""
+        return Part(logical, (self.whole[0], math.prod(self.whole[1:])), self.rows, self.columns)
 
     def runs(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """Finds elements of the slice in the whole tensor: yields first and length of each run.

@@ -10,13 +10,14 @@ quantised checkpoints leave them so too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from engine_service.device.dtypes import SERVED
 from engine_service.device.formats import processor
 from engine_service.errors import ConfigError
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec
 
@@ -28,6 +29,7 @@ _INT4_ROWS = 16
 INT4_COLUMNS = 32
 """torch's product wants rows and columns of `int4` in multiples of these."""
 _INT4_LARGEST_GROUP = 128
+_IN_BLOCKS = "scaled in blocks of the rank's own part"
 _ROUNDED_INPUT = 3e-2
 """Tolerance where a last bit of the input decides which way it is rounded."""
 
@@ -62,6 +64,8 @@ class Layout(NamedTuple):
     """Whether the bytes are those of a checkpoint, and can be read into place."""
     quantised: bool = False
     """Whether its numbers are coarser than the model's type."""
+    sealed: str = ""
+    """Why its matrices cannot be cut anew; empty where they can."""
     tolerance: float = 0.0
     """How far logits of the same weights may lie apart, beyond what the type allows."""
     head: Layout | None = None
@@ -84,13 +88,12 @@ class Layout(NamedTuple):
         """Returns the names of a matrix's tensors, in order."""
         return [matrix + one.suffix for one in self.stored(DType.F32, 1, 1)]
 
-    def specs(
-        self, matrix: str, dtype: DType, shape: tuple[int, ...], logical: str
-    ) -> list[TensorSpec]:
-        """Declares the tensors of a matrix `[rows, columns]` that is made of `logical`."""
-        rows, columns = shape
+    def specs(self, matrix: str, dtype: DType, parts: Sequence[Part]) -> list[TensorSpec]:
+        """Declares the tensors of a matrix whose rows are parts of checkpoint tensors."""
+        rows, columns = sum(part.rows[1] for part in parts), parts[0].columns[1]
+        logical, cut = "+".join(part.logical for part in parts), Cut(tuple(parts), self.sealed)
         return [
-            TensorSpec(matrix + one.suffix, one.dtype, one.shape, one.kind, logical)
+            TensorSpec(matrix + one.suffix, one.dtype, one.shape, one.kind, logical, cut=cut)
             for one in self.stored(dtype, rows, columns)
         ]
 
@@ -177,15 +180,15 @@ def _up(size: int, multiple: int) -> int:
 PLAIN = Layout("plain", 1, _plain, streams=True)
 PACKED = Layout(
     "packed", 1, _packed, processor.machine_facts,
-    needs=processor.TILES, types=frozenset({DType.BF16}),
+    needs=processor.TILES, types=frozenset({DType.BF16}), sealed="packed in tiles",
 )  # fmt: skip
 INT8 = Layout(
     "int8", 1, _int8, processor.machine_facts,
-    needs=processor.INT8_TILES, quantised=True, tolerance=_ROUNDED_INPUT,
+    needs=processor.INT8_TILES, quantised=True, tolerance=_ROUNDED_INPUT, sealed="packed in tiles",
 )  # fmt: skip
-FP8 = Layout("fp8", 1, _fp8, quantised=True)
-FP8_UE8M0 = Layout("fp8-ue8m0", 1, _fp8_ue8m0, quantised=True)
-INT4 = Layout("int4", 1, _int4, processor.machine_facts, quantised=True)
+FP8 = Layout("fp8", 1, _fp8, quantised=True, sealed=_IN_BLOCKS)
+FP8_UE8M0 = Layout("fp8-ue8m0", 1, _fp8_ue8m0, quantised=True, sealed=_IN_BLOCKS)
+INT4 = Layout("int4", 1, _int4, processor.machine_facts, quantised=True, sealed="packed in groups")
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {layout.name: layout for layout in (PLAIN, PACKED, INT8, FP8, FP8_UE8M0, INT4)}
 )

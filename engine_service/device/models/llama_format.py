@@ -14,7 +14,7 @@ rank holds rows that it doesn't multiply with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,7 @@ from engine_service.device.formats.layouts import PLAIN, Layout
 from engine_service.device.models.families import FAMILIES
 from engine_service.device.models.layer_format import Held, layer_units
 from engine_service.device.sharding import WHOLE, Shard, Slice
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec
 
@@ -54,8 +55,8 @@ def unit_specs(
         for index in range(config.layers)
         for unit, held in layer_units(config, shard, index)
     ]
-    vocabulary = _vocabulary(config, shard).shape
-    embed = TensorSpec("embed", dtype, vocabulary, logical=EMBEDDING)
+    vocabulary = _vocabulary(config, shard)
+    embed = _plain("embed", dtype, {EMBEDDING: vocabulary})
     head = _head_unit(config, dtype, vocabulary, layout.of_head)
     return [UnitSpec("embed", (embed,)), *layers, head, _rotary_unit(config)]
 
@@ -104,32 +105,40 @@ def _facts(prefix: str, record: msgspec.Struct) -> Iterator[tuple[str, str]]:
 
 
 def _specs(held: Held, dtype: DType, layout: Layout) -> list[TensorSpec]:
-    slices = list(held.parts.values())
-    shape = (sum(piece.rows[1] for piece in slices), *slices[0].shape[1:])
-    logical = "+".join(held.parts)
-    if len(shape) > 1 and not held.exact:
-        return layout.specs(held.name, dtype, shape, logical)
-    return [TensorSpec(held.name, DType.F32 if held.exact else dtype, shape, logical=logical)]
+    is_matrix = all(len(piece.whole) > 1 for piece in held.parts.values())
+    if is_matrix and not held.exact:
+        return layout.specs(held.name, dtype, _parts(held.parts))
+    return [_plain(held.name, DType.F32 if held.exact else dtype, held.parts)]
 
 
-def _head_unit(
-    config: ModelConfig, dtype: DType, vocabulary: tuple[int, ...], layout: Layout
-) -> UnitSpec:
+def _plain(name: str, dtype: DType, slices: Mapping[str, Slice]) -> TensorSpec:
+    """Declares a tensor whose rows are those of checkpoint tensors, as they are."""
+    shapes = [piece.shape for piece in slices.values()]
+    shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+    return TensorSpec(name, dtype, shape, logical="+".join(slices), cut=Cut(_parts(slices)))
+
+
+def _parts(slices: Mapping[str, Slice]) -> tuple[Part, ...]:
+    return tuple(piece.part(name) for name, piece in slices.items())
+
+
+def _head_unit(config: ModelConfig, dtype: DType, vocabulary: Slice, layout: Layout) -> UnitSpec:
     """A tied head is the embedding itself where its format keeps a checkpoint's bytes."""
-    norm = TensorSpec("norm", dtype, (config.hidden_size,), logical="model.norm.weight")
+    norm = _plain("norm", dtype, {"model.norm.weight": Slice.by_rows((config.hidden_size,))})
     if config.tied and layout.streams:
-        head = [TensorSpec("head", dtype, vocabulary, logical=EMBEDDING, alias="embed")]
+        head = [TensorSpec("head", dtype, vocabulary.shape, logical=EMBEDDING, alias="embed")]
     else:
-        head = layout.specs("head", dtype, vocabulary, EMBEDDING if config.tied else HEAD)
+        head = layout.specs("head", dtype, [vocabulary.part(EMBEDDING if config.tied else HEAD)])
     return UnitSpec("head", (norm, *head))
 
 
 def _rotary_unit(config: ModelConfig) -> UnitSpec:
-    shape = (config.max_positions, config.rotary_dim // 2)
-    names = ("rotary.cos", "rotary.sin")
-    return UnitSpec(
-        "rotary", tuple(TensorSpec(name, DType.F32, shape, kind="buffer") for name in names)
+    table = Slice.by_rows((config.max_positions, config.rotary_dim // 2))
+    tensors = (
+        TensorSpec(name, DType.F32, table.shape, kind="buffer", cut=Cut((table.part(name),)))
+        for name in ("rotary.cos", "rotary.sin")
     )
+    return UnitSpec("rotary", tuple(tensors))
 
 
 def _vocabulary(config: ModelConfig, shard: Shard) -> Slice:
