@@ -130,8 +130,9 @@ class _Filling:
             yield digest(self._arena.view(start, nbytes))
 
     def _fill_matrix(self, entry: TensorEntry, matrix: Linear) -> None:
-        kept = matrix.fill(self._whole(entry))
-        scaled = any(self._parts[name].scales for name in entry.logical.split("+"))
+        parts = [self._parts[name] for name in entry.logical.split("+")]
+        kept = matrix.fill(self._whole(entry), parts[0].slice.kept)
+        scaled = any(part.scales for part in parts)
         if matrix.layout.quantised and scaled and not kept:
             self.rounded_anew.append(entry.name)
 

@@ -80,7 +80,7 @@ class Rank:
         manifest, bytes_read = load(
             self.arena,
             folder,
-            llama_format.checkpoint_slices(self.config, self.shard),
+            llama_format.checkpoint_slices(self.config, self.shard, self.layout),
             llama_format.computed_tensors(self.config),
             self.model.matrices(),
             unread=functools.partial(llama_format.is_unread, self.config),

@@ -41,6 +41,8 @@ class Slice(msgspec.Struct, frozen=True):
     """First row and number of rows."""
     columns: tuple[int, int]
     """First column and number of columns; `(0, 1)` for one dimension."""
+    kept: tuple[int, int] | None = None
+    """Which of the columns stay, where the others only decide how those are rounded."""
 
     @classmethod
     def by_rows(cls, whole: tuple[int, ...], shard: Shard = WHOLE) -> Self:
@@ -51,6 +53,13 @@ class Slice(msgspec.Struct, frozen=True):
     def by_columns(cls, whole: tuple[int, ...], shard: Shard) -> Self:
         """Cuts the columns and keeps every row."""
         return cls(whole, (0, whole[0]), shard.cut(whole[1]))
+
+    def with_whole_rows(self) -> Self:
+        """Returns the same rows with all their columns, of which those of this slice are kept."""
+        columns = (0, math.prod(self.whole[1:]))
+        if columns == self.columns:
+            return self
+        return msgspec.structs.replace(self, columns=columns, kept=self.columns)
 
     @property
     def shape(self) -> tuple[int, ...]:

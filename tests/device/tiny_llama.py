@@ -84,15 +84,22 @@ def serving_rank(folder: Path, dtype: str = "float32", *, capture: bool = False)
 
 def rank_layer(folder: Path, name: str, dtype: torch.dtype, shard: Shard) -> Layer:
     """Returns the first layer of one rank's part, loaded in a format."""
+    return rank_part(folder, name, dtype, shard)[1].layers[0]
+
+
+def rank_part(
+    folder: Path, name: str, dtype: torch.dtype, shard: Shard
+) -> tuple[MemfdArena, Llama]:
+    """Loads one rank's part in a format; the model cannot meet other ranks."""
     config, served = parse_config((folder / "config.json").read_bytes()), MANIFEST_DTYPES[dtype]
     layout = choose_layout(name, served, "cpu")
     units = llama_format.unit_specs(config, served, shard, layout)
     arena = MemfdArena(lay_out(shard.rank, units), "tests")
     model = Llama(rank_config(config, shard), arena.tensors, layout=layout)
-    slices = llama_format.checkpoint_slices(config, shard)
+    slices = llama_format.checkpoint_slices(config, shard, layout)
     computed = llama_format.computed_tensors(config)
     load(arena, folder, slices, computed, model.matrices())
-    return model.layers[0]
+    return arena, model
 
 
 class Sequence:

@@ -2,8 +2,8 @@
 
 Both sides are rounded symmetrically, the largest magnitude of a row to 127, the input at
 each product. oneDNN multiplies whole numbers and adds them up in 32 bits; what it reads is
-packed for it (see `onednn`), and holds, behind the tiles, the sum of each row that it needs
-to read signed input as unsigned.
+packed for it (see `onednn`). The scale is that of the whole row, however few of its columns
+a rank holds, so that all ranks, and any number of them, hold the same numbers.
 
 Error: a product of normally distributed numbers is off by 0.8 % (64 columns) to 1.3 % (4096),
 root mean square, as a part of the products. An outlier makes its own row, or token, coarser.
@@ -20,20 +20,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_service.device.formats import onednn
+from engine_service.device.formats import onednn, order
 from engine_service.device.formats.operators import opaque
+from engine_service.device.formats.processor import INT8_ORDER
 
 _onednn = torch.ops.onednn
 _LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
-    """Rounds and packs a matrix. See `Kernel`."""
-    packed, scale = stored
-    numbers, found = _rounded(weight)
-    onednn.write(_onednn.qlinear_prepack(numbers, None), packed)
-    scale.copy_(found.squeeze(1))
+def process(weight: Tensor, stored: Sequence[Tensor], whole: Tensor | None = None) -> None:
+    """Rounds and packs a matrix. See `Kernel`.
+
+    `whole` has all columns of the rows of which `weight` has some; None where those are all.
+    """
+    packed, held = stored
+    scale = _scale(weight if whole is None else whole)
+    order.pack(weight.float().div(scale).round_().to(torch.int8), INT8_ORDER, packed)
+    held.copy_(scale.squeeze(1))
 
 
 def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
 
 @opaque("int8_product", stored=2)
 def _product(hidden: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    tiles = _tiles(packed.data_ptr(), packed.shape[0], hidden.shape[-1])
+    tiles = _tiles(packed.data_ptr(), len(scale), hidden.shape[-1])
     numbers, token_scale = _rounded(hidden)
     product: Tensor = _onednn.qlinear_pointwise.default(
         numbers, 1.0, 0, tiles, scale, torch.zeros(1, dtype=torch.int32), None,
@@ -55,8 +59,13 @@ def _product(hidden: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns whole numbers `[rows, columns]`, and float32 `[rows, 1]` to multiply them with."""
     rows = rows.float()
-    scale = rows.abs().amax(1, keepdim=True).div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+    scale = _scale(rows)
     return rows.div(scale).round_().to(torch.int8), scale
+
+
+def _scale(rows: Tensor) -> Tensor:
+    largest = rows.float().abs().amax(1, keepdim=True)
+    return largest.div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -66,6 +75,17 @@ def _tiles(address: int, rows: int, columns: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _order(rows: int, columns: int) -> bytes:
-    """Returns how oneDNN orders a matrix of this size on this machine."""
-    empty = torch.empty(rows, columns, dtype=torch.int8)
-    return onednn.description(_onednn.qlinear_prepack(empty, None))
+    """Returns the order of a matrix, which oneDNN chooses so for one thread.
+
+    For several it takes smaller tiles for small matrices. Raises `EngineError` where it
+    isn't as it was declared.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        empty = torch.empty(rows, columns, dtype=torch.int8)
+        found = onednn.description(_onednn.qlinear_prepack(empty, None))
+    finally:
+        torch.set_num_threads(threads)
+    order.check(found, INT8_ORDER, (rows, columns), transposed=True)
+    return order.without_sums(found)

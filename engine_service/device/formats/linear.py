@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_service.device.formats import fp8, int4, int8, packed, plain
 from engine_service.device.formats.block_scaled import BlockScaled
 from engine_service.device.formats.layouts import Layout
+from engine_service.device.formats.onednn import rows_of
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
 from engine_service.errors import EngineError
 
@@ -49,8 +50,8 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, which its first tensor has too, and columns of the matrix."""
-        return len(self.tensors[0]), self._columns
+        """Rows, which its first tensor has too (see `Layout`), and columns of the matrix."""
+        return rows_of(self.tensors[0]), self._columns
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns `[tokens, rows]` for `[tokens, columns]`."""
@@ -62,8 +63,11 @@ class Linear:
         twin.tensors = tuple(tensors)
         return twin
 
-    def fill(self, weight: Tensor | BlockScaled) -> bool:
+    def fill(self, weight: Tensor | BlockScaled, kept: tuple[int, int] | None = None) -> bool:
         """Writes a matrix `[rows, columns]` into the arena, in place.
+
+        Where the numbers of the format depend on whole rows, `weight` has those, and `kept` is
+        the first and the number of the columns that the matrix has of them.
 
         The only way in: a copy into the tensors themselves would round to whole numbers
         without a scale. Returns whether blocks of a checkpoint were kept as they are. Raises
@@ -73,12 +77,17 @@ class Linear:
             if KERNELS[self.layout.name] is fp8 and fp8.keep(weight, self.tensors):
                 return True
             weight = weight.plain()
+        if kept:
+            whole, weight = weight, weight.narrow(1, *kept)
         if weight.shape != self.shape or not weight.is_floating_point():
             raise EngineError(
                 f"{self.names[0]} takes floating numbers {list(self.shape)}, not {weight.dtype} "
                 f"{list(weight.shape)}"
             )
-        KERNELS[self.layout.name].process(weight, self.tensors)
+        if kept and KERNELS[self.layout.name] is int8:
+            int8.process(weight, self.tensors, whole)
+        else:
+            KERNELS[self.layout.name].process(weight, self.tensors)
         return False
 
     def holding(self, weight: Tensor) -> list[Tensor]:

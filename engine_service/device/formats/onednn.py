@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ def write(packed: Tensor, stored: Tensor) -> None:
     nbytes = _mkldnn._nbytes(packed)  # noqa: SLF001 - its only name
     if nbytes > stored.nbytes:
         raise EngineError(
-            f"oneDNN packs {stored.shape[0]} rows into {nbytes} bytes, {stored.nbytes} are declared"
+            f"oneDNN packs {rows_of(stored)} rows into {nbytes} bytes, {stored.nbytes} are declared"
         )
     ctypes.memmove(stored.data_ptr(), _mkldnn.data_ptr(packed), nbytes)
+
+
+def rows_of(stored: Tensor) -> int:
+    """Returns the rows of the matrix that an arena tensor holds: see `Layout.of_parts`."""
+    return math.prod(stored.shape[:-1])
 
 
 def description(packed: Tensor) -> bytes:

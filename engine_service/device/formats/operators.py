@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ _operators: dict[Any, Any] = {}
 
 
 def opaque(name: str, stored: int = 1) -> Callable[[Product], Product]:
-    """Wraps a product of input and so many arena tensors, the first of which has its rows."""
+    """Wraps a product of input and so many arena tensors; the first says its rows: `Layout`."""
 
     def wrap(product: Product) -> Product:
         @functools.wraps(product)
@@ -47,4 +48,4 @@ def with_operators(graph: fx.Graph) -> fx.Graph:
 
 
 def _shaped(hidden: Tensor, first: Tensor, *_: Tensor) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], first.shape[0])
+    return hidden.new_empty(hidden.shape[0], math.prod(first.shape[:-1]))

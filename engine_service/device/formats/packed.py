@@ -11,15 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_service.device.formats import onednn
+from engine_service.device.formats import onednn, order, processor
 from engine_service.device.formats.operators import opaque
+from engine_service.device.formats.tiles import Tiles
 
 _mkldnn = torch.ops.mkldnn
+_IN_BANDS = 3
+"""Dimensions of a matrix in tiles."""
 
 
 def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
     """Packs a matrix. See `Kernel`."""
-    onednn.write(_pack(weight.to(stored[0].dtype).contiguous()), stored[0])
+    (packed,), weight = stored, weight.to(stored[0].dtype).contiguous()
+    if tiles := _declared(packed.dim()):
+        order.pack(weight, tiles, packed)
+    else:
+        onednn.write(_pack(weight), packed)
 
 
 def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
@@ -29,20 +36,32 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
 
 @opaque("packed_product")
 def _product(hidden: Tensor, packed: Tensor) -> Tensor:
-    tiles = _tiles(packed.data_ptr(), packed.shape[0], hidden.shape[-1], packed.dtype)
+    shape = onednn.rows_of(packed), hidden.shape[-1]
+    tiles = _tiles(packed.data_ptr(), shape, packed.dtype, packed.dim())
     product: Tensor = _mkldnn._linear_pointwise.default(hidden, tiles, None, "none", [], "")  # noqa: SLF001 - its only name
     return product
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _tiles(address: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return onednn.describe(address, (rows, columns), dtype, _order(rows, columns, dtype))
+def _tiles(address: int, shape: tuple[int, int], dtype: torch.dtype, dimensions: int) -> Tensor:
+    return onednn.describe(address, shape, dtype, _order(shape, dtype, dimensions))
 
 
 @functools.lru_cache(maxsize=256)
-def _order(rows: int, columns: int, dtype: torch.dtype) -> bytes:
-    """Returns how oneDNN orders the tiles of a matrix of this size on this machine."""
-    return onednn.description(_pack(torch.empty(rows, columns, dtype=dtype)))
+def _order(shape: tuple[int, int], dtype: torch.dtype, dimensions: int) -> bytes:
+    """Returns how oneDNN orders a matrix of this size on this machine.
+
+    Raises `EngineError` where it isn't as it was declared.
+    """
+    found = onednn.description(_pack(torch.empty(shape, dtype=dtype)))
+    if declared := _declared(dimensions):
+        order.check(found, declared, shape)
+    return found
+
+
+def _declared(dimensions: int) -> Tiles | None:
+    """Returns the tiles of an arena tensor; None for one in an order that oneDNN alone knows."""
+    return processor.bf16_order() if dimensions == _IN_BANDS else None
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -66,13 +66,20 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: piece.whole for name, piece in checkpoint_slices(config).items()}
 
 
-def checkpoint_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Slice]:
-    """Returns what a rank holds of every tensor that a checkpoint must hold, by name."""
+def checkpoint_slices(
+    config: ModelConfig, shard: Shard = WHOLE, layout: Layout = PLAIN
+) -> dict[str, Slice]:
+    """Returns what a rank reads of every tensor that a checkpoint must hold, by name.
+
+    That is what it holds, and where the layout scales rows, the rest of their columns.
+    """
     slices = {EMBEDDING: _vocabulary(config, shard)}
     for index in range(config.layers):
         for _unit, held in layer_units(config, shard, index):
             for one in held:
-                slices |= one.parts
+                scaled = layout.scales_rows and _has_format(one)
+                for name, piece in one.parts.items():
+                    slices[name] = piece.with_whole_rows() if scaled else piece
     slices["model.norm.weight"] = Slice.by_rows((config.hidden_size,))
     if not config.tied:
         slices[HEAD] = slices[EMBEDDING]
@@ -105,10 +112,14 @@ def _facts(prefix: str, record: msgspec.Struct) -> Iterator[tuple[str, str]]:
 
 
 def _specs(held: Held, dtype: DType, layout: Layout) -> list[TensorSpec]:
-    is_matrix = all(len(piece.whole) > 1 for piece in held.parts.values())
-    if is_matrix and not held.exact:
+    if _has_format(held):
         return layout.specs(held.name, dtype, _parts(held.parts))
     return [_plain(held.name, DType.F32 if held.exact else dtype, held.parts)]
+
+
+def _has_format(held: Held) -> bool:
+    """Returns whether it is a matrix that the layout holds, not a vector or an exact one."""
+    return not held.exact and all(len(piece.whole) > 1 for piece in held.parts.values())
 
 
 def _plain(name: str, dtype: DType, slices: Mapping[str, Slice]) -> TensorSpec:
