@@ -1,6 +1,7 @@
 """bfloat16 tiles in the order in which oneDNN's matrix product reads them.
 
-oneDNN would repack a plain matrix in every product; see `onednn` for where the bytes lie.
+oneDNN would repack a plain matrix in every product; see `onednn` for where the bytes lie, and
+`tiles` for how they are cut.
 """
 
 from __future__ import annotations
