@@ -19,6 +19,9 @@ from relay_service.core.manifest import TensorEntry, Unit
 from relay_service.core.rectangle import Rectangle
 from relay_service.errors import FormatMismatch, PartsMissing
 
+MAX_STEPS = 1 << 23
+"""Most comparisons of two parts that one plan takes: some ten seconds."""
+
 
 class _Whole(msgspec.Struct, frozen=True):
     """A unit or tensor of a source, to be moved as it is."""
@@ -49,6 +52,7 @@ class Planner:
         """
         self._names = [source.name for source in sources]
         self._given = [0] * len(sources)
+        self._steps_left = MAX_STEPS
         self._wholes: defaultdict[Hashable, list[_Whole]] = defaultdict(list)
         self._parts: defaultdict[str, list[_Sourced]] = defaultdict(list)
         self._sealed: dict[str, tuple[str, str]] = {}
@@ -61,8 +65,8 @@ class Planner:
         """Returns what fills every byte of the target's tensors once, in order of the target.
 
         Raises `PartsMissing` with everything that no source holds, `FormatMismatch` for what
-        cannot be cut as the target needs it, or is of another dtype or shape there;
-        `ManifestError` for a target that contradicts itself.
+        cannot be cut as the target needs it, or is of another dtype or shape there, or in
+        pieces too many to look through; `ManifestError` for a target that contradicts itself.
         """
         copies: list[Copy] = []
         missing: list[str] = []
@@ -115,9 +119,12 @@ class Planner:
 
     def _fill_part(self, want: Held, missing: list[str]) -> Iterator[Copy]:
         """Takes the largest rectangle that a source holds, then the largest of the rest."""
-        sources = [one for one in self._parts.get(want.part.logical, ()) if self._fits(want, one)]
         rest = [one for one in (want.part.rectangle,) if one.area]
+        known = self._parts.get(want.part.logical, ())
+        self._count_steps(want, len(known))
+        sources = [one for one in known if self._fits(want, one) and any(_pieces(rest, one))]
         while sources and rest:
+            self._count_steps(want, len(sources) * len(rest))
             best = max(
                 sources,
                 key=lambda one: (
@@ -131,9 +138,19 @@ class Planner:
                 yield self._copy(want, best, piece)
             taken = best.held.part.rectangle
             rest = [left for one in rest for left in one.without(taken)]
+            sources.remove(best)
         if rest and want.part.logical in self._sealed:
             raise _cannot_be_cut(want.tensor, *self._sealed[want.part.logical])
         missing += [f"{want.tensor.name}: {want.part.words(piece)}" for piece in rest]
+
+    def _count_steps(self, want: Held, steps: int) -> None:
+        """Bounds what a source can make us do by holding a tensor in a great many pieces."""
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise FormatMismatch(
+                f"{want.tensor.name}: the sources hold {want.part.logical} in too many pieces",
+                field="placement", hint="start the target placed like a source",
+            )  # fmt: skip
 
     def _fits(self, want: Held, one: _Sourced) -> bool:
         """Returns True, or raises `FormatMismatch` where the logical tensor is another."""
