@@ -4,7 +4,16 @@ import asyncio
 
 import pytest
 from cutting import columns, contents, holder, matrices, placements, rows, tensor
-from fakes import BytesArena, FakeFleet, FakeSource, FakeTransport, eventually, instance, replace
+from fakes import (
+    BytesArena,
+    FakeFleet,
+    FakeSession,
+    FakeSource,
+    FakeTransport,
+    eventually,
+    instance,
+    replace,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -379,6 +388,33 @@ async def test_a_write_that_fails_is_noticed():
         await filling.run()
     assert filling.landed.blocks == set()
     assert not filling.receivers[0].complete
+
+
+@pytest.mark.usefixtures("_small_blocks")
+async def test_what_was_verified_is_what_is_written():
+    """Bytes that change after they were verified, in the memory of a source, reach no arena."""
+    source = seed("seed", split(2))
+    filling = Filling(split(1), source)
+    session_read = FakeSession.read
+
+    async def read(session, rank, blocks, land, limit):
+        def land_and_change(index, data):
+            lent[:] = [data]
+            land(index, data)
+
+        await session_read(session, rank, blocks, land_and_change, limit)
+
+    lent, arena = [], filling.arenas[0]
+
+    def scatter(block, pieces):
+        lent[0][:] = bytes(len(lent[0]))
+        return BytesArena.scatter(arena, block, pieces)
+
+    arena.scatter = scatter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeSession, "read", read)
+        await filling.run()
+    filling.assert_filled()
 
 
 @pytest.mark.usefixtures("_small_blocks")
