@@ -317,7 +317,31 @@ async def test_a_later_pull_takes_up_the_rest():
 
 
 @pytest.mark.usefixtures("_small_blocks")
-async def test_what_nobody_fills_is_zero():
+async def test_a_pull_that_ends_between_a_write_and_its_digest():
+    """What was written and not digested yet is digested when a later pull takes it up."""
+    first, second = seed("a", split(2)), seed("b", split(2))
+    filling = Filling(split(1), first)
+    arena = filling.arenas[0]
+
+    def view(*_):
+        first.fails_after, first.error = 0, SourceFailed("no more")
+        del arena.view
+        raise OSError("it went away")
+
+    arena.view = view
+    with pytest.raises(NoSource, match="it went away"):
+        await filling.run()
+    there = len(filling.landed.blocks)
+    assert there > 0
+    filling.pull(second)
+    await filling.run()
+    filling.assert_filled()
+    assert len(second.reads) == whole_blocks(second) - there
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("row", [9, 2500])
+async def test_what_nobody_fills_is_zero(row):
     """Nonsense between tensors and rows, from an earlier source, does not stay."""
 
     def gappy(rank: int, first: int, count: int, row: int) -> Holder:
@@ -327,11 +351,12 @@ async def test_what_nobody_fills_is_zero():
         ]
         return holder(f"rank {rank}", {"u": held}, rank=rank)
 
-    whole = gappy(0, 0, 3, row=9)
+    whole = gappy(0, 0, 3, row=row)
     good = seed("good", [gappy(0, 0, 1, row=0), gappy(1, 1, 2, row=0)])
     filling = Filling([whole], good)
     filling.arenas[0].data[:] = b"\1" * whole.manifest.data_bytes
     await filling.run()
+    assert filling.receivers[0].complete
     for unit in whole.manifest.units:
         here = slice(unit.offset, unit.offset + unit.nbytes)
         assert filling.arenas[0].data[here] == contents(whole)[here]
