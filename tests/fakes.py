@@ -125,7 +125,7 @@ class BytesArena:
         self.data[offset : offset + len(data)] = data
         return block_digest(data)
 
-    def scatter(self, block: bytes, pieces: Sequence[Copy]) -> bool:
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
         assert not self.closed, "scattered into memory that is unmapped"
         for one in pieces:
             for run in range(one.count):

@@ -33,7 +33,7 @@ class Arena(Protocol):
     def land(self, offset: int, data: memoryview) -> bytes:
         """Copies a block in and returns the digest of what landed, in one pass."""
 
-    def scatter(self, block: bytes, pieces: Sequence[Copy]) -> bool:
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
         """Copies runs in, their source offsets from the start of `block`, and waits for them.
 
         Returns whether what lies there now is what was copied.

@@ -103,7 +103,7 @@ class Receiver:
         self.blocks_verified = len(there)
         self.bytes_verified = sum(self.layout.block(index).nbytes for index in there)
 
-    def scatter(self, block: bytes, pieces: Sequence[Copy]) -> bool:
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
         """Writes runs of a verified block that lies otherwise; returns whether they are there."""
         return self._arena.scatter(block, pieces)
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from relay_service.core.buffers import Scratch
 from relay_service.core.copies import Copy, within
 from relay_service.core.holder import Holder
-from relay_service.core.manifest import Manifest, block_digest
+from relay_service.core.manifest import BLOCK_BYTES, Manifest, block_digest
 from relay_service.core.planner import Planner
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, InvalidRequest
 
 _Key = tuple[int, int]
 """Rank and flat index of a block."""
+_Piece = tuple[int, Copy]
+"""What goes to a rank of the target."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Recut:
         self._receivers = receivers
         self._landed = landed
         self._lock = threading.Lock()
+        self._scratch = Scratch(BLOCK_BYTES)
         planner = Planner([Holder(f"{name} rank {one.rank}", one) for one in sources])
         plans = [
             planner.plan(Holder(f"rank {receiver.layout.rank} of the target", receiver.layout))
@@ -81,7 +85,7 @@ class Recut:
             receiver.expect_pieces(keep=same)
         landed.sources = self._sources
         for key in landed.blocks:
-            self._take_off(key)
+            self._take_off(self._touched(self._pieces(key)))
         for target, receiver in enumerate(self._receivers):
             for block in receiver.missing:
                 if not self._awaited.get((target, block)):
@@ -112,27 +116,27 @@ class Recut:
         if len(data) != manifest.block(index).nbytes:
             raise InvalidRequest(f"block {index}: {len(data)} bytes")
         # A copy of our own: a source may be written to between the digest and the cutting.
-        block = bytes(data)
-        good = block_digest(block) == manifest.block_digest(index) and self._write(
-            rank, index, block
-        )
+        block = self._scratch.copy(data)
+        pieces = list(self._pieces((rank, index)))
+        good = block_digest(block) == manifest.block_digest(index) and self._write(block, pieces)
+        touched = self._touched(pieces)
         with self._lock:
-            whole = self._count(rank, index, len(block), good=good)
+            whole = self._count(rank, index, touched, good=good)
         for target, number in whole:
             self._receivers[target].settle(number)
         if not good:
             raise CorruptBlock(rank, manifest.tensor_at(index), index)
 
-    def _write(self, rank: int, index: int, block: bytes) -> bool:
+    def _write(self, block: memoryview, pieces: list[_Piece]) -> bool:
         """Writes the runs of a block into every arena; returns whether they are there."""
-        pieces = defaultdict(list)
-        for target, piece in self._pieces((rank, index)):
-            pieces[target].append(piece)
-        return all(self._receivers[t].scatter(block, mine) for t, mine in pieces.items())
+        by_target = defaultdict(list)
+        for target, piece in pieces:
+            by_target[target].append(piece)
+        return all(self._receivers[t].scatter(block, mine) for t, mine in by_target.items())
 
-    def _count(self, rank: int, index: int, nbytes: int, *, good: bool) -> list[_Key]:
+    def _count(self, rank: int, index: int, touched: set[_Key], *, good: bool) -> list[_Key]:
         """Books a block that came; returns the blocks of the target that are whole with it."""
-        key = rank, index
+        key, nbytes = (rank, index), self._sources[rank].block(index).nbytes
         self.bytes_moved += nbytes
         self.blocks_landed += good
         if not good or key in self._landed.blocks:
@@ -141,19 +145,19 @@ class Recut:
             return []
         self.bytes_landed += nbytes
         self._landed.blocks.add(key)
-        return self._take_off(key)
+        return self._take_off(touched)
 
-    def _take_off(self, key: _Key) -> list[_Key]:
+    def _take_off(self, touched: set[_Key]) -> list[_Key]:
         whole = []
-        for one in self._touched(key):
+        for one in touched:
             self._awaited[one] -= 1
             if not self._awaited[one]:
                 whole.append(one)
         return whole
 
-    def _by_block(self, plans: list[tuple[Copy, ...]]) -> dict[_Key, list[tuple[int, Copy]]]:
+    def _by_block(self, plans: list[tuple[Copy, ...]]) -> dict[_Key, list[_Piece]]:
         """Lists by block of the source what is taken from it, and for which rank."""
-        uses: defaultdict[_Key, list[tuple[int, Copy]]] = defaultdict(list)
+        uses: defaultdict[_Key, list[_Piece]] = defaultdict(list)
         for target, plan in enumerate(plans):
             for copy in plan:
                 span = copy.source_offset, copy.source_span
@@ -161,7 +165,7 @@ class Recut:
                     uses[copy.source, index].append((target, copy))
         return dict(uses)
 
-    def _pieces(self, key: _Key) -> Iterator[tuple[int, Copy]]:
+    def _pieces(self, key: _Key) -> Iterator[_Piece]:
         """Yields what of one block goes where, with offsets from the start of the block."""
         rank, index = key
         block = self._sources[rank].block(index)
@@ -169,11 +173,11 @@ class Recut:
             for piece in within(copy, block.offset, block.offset + block.nbytes):
                 yield target, piece
 
-    def _touched(self, key: _Key) -> set[_Key]:
-        """Returns the blocks of the target that a block of the source has bytes for."""
+    def _touched(self, pieces: Iterable[_Piece]) -> set[_Key]:
+        """Returns the blocks of the target that pieces of one block go to."""
         return {
             (target, number)
-            for target, piece in self._pieces(key)
+            for target, piece in pieces
             for number in self._receivers[target].layout.blocks_at(
                 piece.target_offset, piece.target_span
             )
@@ -182,6 +186,6 @@ class Recut:
     def _count_awaited(self) -> dict[_Key, int]:
         awaited: defaultdict[_Key, int] = defaultdict(int)
         for key in self._uses:
-            for one in self._touched(key):
+            for one in self._touched(self._pieces(key)):
                 awaited[one] += 1
         return dict(awaited)

@@ -29,11 +29,12 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from relay_service.core.buffers import address_of
 from relay_service.core.copies import Copy
 from relay_service.core.manifest import BLOCK_BYTES, block_hasher
 from relay_service.errors import DeviceError, ManifestError, Refused
 from relay_service.memory.cuda_port import Driver
-from relay_service.memory.host import HostArena, address_of, create_memfd
+from relay_service.memory.host import HostArena, create_memfd
 from relay_service.memory.staging import Lanes, host_bytes
 
 PIECE_BYTES = BLOCK_BYTES // 4
@@ -113,7 +114,7 @@ class CudaArena:
         lane.flush()
         return hasher.digest()
 
-    def scatter(self, block: bytes, pieces: Sequence[Copy]) -> bool:
+    def scatter(self, block: memoryview | bytes, pieces: Sequence[Copy]) -> bool:
         """Copies runs in, one by one; returns when they are on the device.
 
         What is staged is what was verified, and what lies there in the end gets a digest: as
