@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failures import RATE, halfway, start_pull
 from stage import DUMMY, Stage, answer, reach, request, seedrelay, status_of
 
 from clients.launch import Service
@@ -112,3 +113,33 @@ async def test_a_format_that_cannot_be_cut_is_refused(
     error = refused.json()["error"]
     assert (error["code"], error["details"]["field"]) == ("FAILED_PRECONDITION", "placement")
     assert (await status_of(target)).state == DUMMY
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_host_that_is_killed(
+    stage: Stage, make_model: Callable[..., Path], ranks: int
+) -> None:
+    """Another seed goes on, of the same placement with the rest, of another one from the start."""
+    folder = make_model("cast", hidden_size=256, size_bytes=16 << 20, max_positions=256)
+    there = stage.relay()
+    here = stage.relay("--join", there.address, "--egress-limit", str(RATE))
+    fresh = stage.engine(folder)
+    right = await reach(fresh)
+    expected = await answer(fresh)
+    fresh.stop()
+    for name, count, relay in (("a", 2, here), ("b", ranks, there)):
+        tp = ("--tp", str(count), "--instance-name", name)
+        await reach(stage.engine(folder, *tp, "--relay", relay.address))
+    target = stage.engine(folder, "--load-format", "dummy")
+    await reach(target, DUMMY)
+    filling = start_pull(target, there)
+    await halfway(there, 30)
+    here.kill()
+    outcome = await filling
+    assert (outcome.path[0][0], outcome.path[-1]) == ("a", ("b", "complete"))
+    total = sum(step.bytes_verified for step in outcome.report.path)
+    again = outcome.report.bytes_reread
+    assert again == 0 if ranks == 2 else 0 < again < total
+    assert _same_weights(await reach(target), right)
+    assert await answer(target) == expected
