@@ -183,15 +183,7 @@ def sources(
     async def show() -> None:
         async with RelayClient(relay, credentials) as client:
             matches = await client.sources(await _target(target, credentials))
-        if json_:
-            say(json.dumps({"sources": [report.source(m) for m in matches]}))
-            return
-        for match in matches:
-            version = match.instance.weights.version or "-"
-            verdict = "fits" if match.fits else f"does not fit: {match.reason}"
-            say(f"{match.instance.instance}  {match.instance.state}  {version}  {verdict}")
-        if not matches:
-            say("no instances")
+        cli_show.sources(matches, as_json=json_)
 
     run(show(), as_json=json_)
 

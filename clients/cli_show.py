@@ -6,6 +6,7 @@ import json
 
 from clients import report
 from clients.cli_run import say
+from relay_service.core.match import Match
 from seedrelay.v1 import engine_pb2, weights_pb2
 
 
@@ -50,9 +51,32 @@ def pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(shown))
         return
-    steps = ", then ".join(f"{s['source_instance']} ({s['reason']})" for s in shown["path"])
+    steps = ", then ".join(
+        f"{s['source_instance']} ({s['reason']}{_cut_anew(s['recut'])})" for s in shown["path"]
+    )
     say(f"{shown['state']}: {shown['bytes_moved']} bytes over {shown['transport']} from {steps}, "
         f"{shown['seconds_transfer']:.2f} s, weights {shown['weight_version']}")  # fmt: skip
+
+
+def sources(matches: list[Match], *, as_json: bool) -> None:
+    """Prints who could fill a target, and why the others could not."""
+    if as_json:
+        say(json.dumps({"sources": [report.source(m) for m in matches]}))
+        return
+    for match in matches:
+        version = match.instance.weights.version or "-"
+        verdict = f"does not fit: {match.reason}"
+        if match.fits:
+            verdict = "fits" + (
+                f" if its weights can be cut anew: {match.recut}" * bool(match.recut)
+            )
+        say(f"{match.instance.instance}  {match.instance.state}  {version}  {verdict}")
+    if not matches:
+        say("no instances")
+
+
+def _cut_anew(how: str) -> str:
+    return f"; cut anew: {how}" if how else ""
 
 
 def _dicts(value: object) -> list[dict[str, object]]:

@@ -87,7 +87,10 @@ class RelayClient:
         if target.placement is not None:
             request.placement.CopyFrom(convert.placement_to_proto(target.placement))
         response = await self._unary(self._stub.ListSources(request, timeout=timeout))
-        return [Match(convert.instance_from_proto(s.instance), s.reason) for s in response.sources]
+        return [
+            Match(convert.instance_from_proto(s.instance), s.reason, s.recut)
+            for s in response.sources
+        ]
 
     async def status(self) -> relay_pb2.GetRelayStatusResponse:
         """Returns the relay's fleet and its running transfers."""

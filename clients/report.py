@@ -97,7 +97,8 @@ def instance(known: Instance) -> dict[str, Any]:
 
 def source(match: Match) -> dict[str, Any]:
     """Returns a possible source, and why it isn't one."""
-    return {**instance(match.instance), "fits": match.fits, "reason": match.reason}
+    verdict = {"fits": match.fits, "reason": match.reason, "recut": match.recut}
+    return {**instance(match.instance), **verdict}
 
 
 def progress(message: weights_pb2.PullProgress) -> dict[str, Any]:
@@ -120,6 +121,7 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
             {
                 "source_instance": s.source_instance, "address": s.address,
                 "transport": s.transport, "bytes_verified": s.bytes_verified, "reason": s.reason,
+                "recut": s.recut,
             }
             for s in report.path
         ],
@@ -130,6 +132,7 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
         "blocks_reused": report.blocks_reused,
         "weight_version": report.weight_version,
         "weights_digest": report.weights_digest,
+        "source_weights_digest": report.source_weights_digest,
         "seconds_matching": report.seconds_matching,
         "seconds_transfer": report.seconds_transfer,
         "seconds_commit": report.seconds_commit,

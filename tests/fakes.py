@@ -29,6 +29,7 @@ from relay_service.core.attachment import (
     encode,
 )
 from relay_service.core.channel import AsyncChannel
+from relay_service.core.copies import Copy
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, RankBlocks, State, Weights
@@ -123,6 +124,17 @@ class BytesArena:
         self.passes[offset] += 1
         self.data[offset : offset + len(data)] = data
         return block_digest(data)
+
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
+        assert not self.closed, "scattered into memory that is unmapped"
+        for one in pieces:
+            for run in range(one.count):
+                at = one.source_offset + run * one.source_stride
+                to = one.target_offset + run * one.target_stride
+                assert 0 <= at < at + one.nbytes <= len(block)
+                assert 0 <= to < to + one.nbytes <= len(self.data)
+                self.data[to : to + one.nbytes] = block[at : at + one.nbytes]
+        return True
 
     def check_header(self) -> None:
         pass
@@ -276,7 +288,14 @@ class FakeSource:
     def __init__(self, name: str, layouts: Sequence[Manifest], contents: Sequence[bytes]) -> None:
         self.contents = list(contents)
         self.manifests = [verified(m, d) for m, d in zip(layouts, contents, strict=True)]
-        self.record = instance(name, weights=Weights("v1", weights_digest(self.manifests), 1))
+        self.record = instance(
+            name, weights=Weights("v1", weights_digest(self.manifests), 1),
+            placement=Placement(len(layouts)),
+            ranks=tuple(
+                RankBlocks(m.rank, m.block_count, m.block_count, m.data_bytes, m.digest)
+                for m in self.manifests
+            ),
+        )  # fmt: skip
         self.corrupt: Counter[int] = Counter()
         """How often each block is still sent with a flipped byte."""
         self.fails_after: int | None = None

@@ -61,6 +61,7 @@ class FillReport:
     model: str = ""
     weight_version: str = ""
     weights_digest: str = ""
+    source_weights_digest: str = ""
     seconds_matching: float = 0.0
     seconds_transfer: float = 0.0
     seconds_commit: float = 0.0

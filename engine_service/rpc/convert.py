@@ -118,13 +118,14 @@ def report_from_proto(message: weights_pb2.PullReport) -> FillReport:
     """Returns what the relay's part of a fill did."""
     return FillReport(
         path=[
-            PathStep(s.source_instance, s.address, s.transport, s.bytes_verified, s.reason)
+            PathStep(s.source_instance, s.address, s.transport, s.bytes_verified, s.reason, s.recut)
             for s in message.path
         ],
         transport=message.transport, bytes_moved=message.bytes_moved,
         bytes_reread=message.bytes_reread, blocks_reused=message.blocks_reused,
         model=message.model,
         weight_version=message.weight_version, weights_digest=message.weights_digest,
+        source_weights_digest=message.source_weights_digest,
         seconds_matching=message.seconds_matching, seconds_transfer=message.seconds_transfer,
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
         path=[
             weights_pb2.PathStep(
                 source_instance=s.source_instance, address=s.address, transport=s.transport,
-                bytes_verified=s.bytes_verified, reason=s.reason,
+                bytes_verified=s.bytes_verified, reason=s.reason, recut=s.recut,
             )
             for s in report.path
         ],
@@ -144,6 +145,7 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
         bytes_reread=report.bytes_reread, blocks_reused=report.blocks_reused,
         model=report.model,
         weight_version=report.weight_version, weights_digest=report.weights_digest,
+        source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching, seconds_transfer=report.seconds_transfer,
         seconds_commit=report.seconds_commit, seconds_probe=report.seconds_probe,
     )  # fmt: skip

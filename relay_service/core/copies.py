@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +30,16 @@ class Copy(msgspec.Struct, frozen=True):
         """Bytes of all runs."""
         return self.nbytes * self.count
 
+    @property
+    def source_span(self) -> int:
+        """Bytes of the source from the start of the first run to the end of the last one."""
+        return (self.count - 1) * self.source_stride + self.nbytes
+
+    @property
+    def target_span(self) -> int:
+        """The same of the target."""
+        return (self.count - 1) * self.target_stride + self.nbytes
+
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
     """Joins what lies side by side on both sides; returns it in order of the target.
@@ -46,6 +56,40 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
         replace(one, source_stride=0, target_stride=0) if one.count == 1 else one for one in result
     )
     return sorted(single, key=lambda one: one.target_offset)
+
+
+def within(copy: Copy, start: int, end: int) -> Iterator[Copy]:
+    """Yields what a copy takes from bytes `start` to `end` of the source; offsets count from there.
+
+    That is three copies at most: a piece of a run, whole runs, and a piece of a run.
+    """
+    step = copy.source_stride or copy.nbytes
+    first = max(0, (start - copy.source_offset) // step)
+    until = min(copy.count, -(-(end - copy.source_offset) // step))
+    if first >= until:
+        return
+    last_end = copy.source_offset + (until - 1) * step + copy.nbytes
+    whole_first = first + (copy.source_offset + first * step < start)
+    whole_until = until - (last_end > end)
+    if whole_first > first:
+        yield from _piece(copy, first, start, end)
+    if whole_until > whole_first:
+        yield replace(
+            copy, count=whole_until - whole_first, unit="",
+            source_offset=copy.source_offset + whole_first * step - start,
+            target_offset=copy.target_offset + whole_first * copy.target_stride,
+        )  # fmt: skip
+    if whole_first <= whole_until < until:
+        yield from _piece(copy, whole_until, start, end)
+
+
+def _piece(copy: Copy, run: int, start: int, end: int) -> Iterator[Copy]:
+    """Yields what lies from `start` to `end` of one run, if anything does."""
+    at = copy.source_offset + run * copy.source_stride
+    left, right = max(at, start), min(at + copy.nbytes, end)
+    if left < right:
+        to = copy.target_offset + run * copy.target_stride + left - at
+        yield Copy(copy.source, left - start, to, right - left)
 
 
 def _straight(copy: Copy) -> Copy:

@@ -66,6 +66,17 @@ class Cut(msgspec.Struct, frozen=True):
             return "it is sealed and has no parts" if self.sealed else ""
         return "" if self.sealed else _shape_fault(self, shape, strides)
 
+    def difference(self, other: Cut) -> str:
+        """Says in words what `other` holds instead; empty where it's the same, or not said."""
+        if not self.parts or not other.parts or self == other:
+            return ""
+        if self.parts == other.parts:
+            return f"sealed {self.sealed!r} and {other.sealed!r}"
+        for mine, theirs in zip(self.parts, other.parts, strict=False):
+            if mine != theirs:
+                return f"{mine.words()} and {theirs.words()}"
+        return f"{len(self.parts)} parts and {len(other.parts)}"
+
 
 UNSAID = Cut()
 

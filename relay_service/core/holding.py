@@ -17,6 +17,7 @@ from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Arena, MapArena
 from relay_service.core.receiver import Receiver
+from relay_service.core.recut import Landed
 from relay_service.errors import EpochChanged, InvalidRequest, NotFound, Refused, WrongState
 
 
@@ -42,6 +43,7 @@ class Holding:
         self.manifests = list(attach.manifests)
         self.probe = attach.probe
         self.receivers: list[Receiver] = []
+        self.landed = Landed()
         self.detached = False
         try:
             self._check_attach()
@@ -99,7 +101,7 @@ class Holding:
             if not verified_digest(manifests, update.weights.digest):
                 raise Refused("the manifests do not carry the weights that the engine claims")
             self._map_for_reading()
-            self.receivers = []
+            self.receivers, self.landed = [], Landed()
         self.manifests, self.probe = manifests, update.probe or self.probe
         self.state, self.weights = update.state, update.weights
         self.model = update.model or self.model

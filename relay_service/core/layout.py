@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ MAX_UNITS = 1 << 20
 MAX_TENSORS = 1 << 22
 MAX_DIMENSIONS = 8
 MAX_PARTS = 1024
+MAX_ALL_PARTS = 1 << 20
 MAX_NAME_CHARS = 256
 MAX_DATA_BYTES = 1 << 44
 
@@ -86,6 +87,8 @@ def check(manifest: Manifest) -> None:
         raise ManifestError(f"{len(manifest.units)} units, at most {MAX_UNITS} are allowed")
     if sum(len(unit.tensors) for unit in manifest.units) > MAX_TENSORS:
         raise ManifestError(f"more than {MAX_TENSORS} tensors")
+    if sum(len(t.cut.parts) for unit in manifest.units for t in unit.tensors) > MAX_ALL_PARTS:
+        raise ManifestError(f"more than {MAX_ALL_PARTS} parts of tensors")
     _check_unique("unit", (unit.name for unit in manifest.units))
     _check_unique("tensor", (t.name for unit in manifest.units for t in unit.tensors))
     owners = {t.name: t for unit in manifest.units for t in unit.tensors if not t.alias}
@@ -111,6 +114,23 @@ def span_bytes(dtype: DType, shape: Sequence[int], strides: Sequence[int]) -> in
         return 0
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return (last + 1) * dtype.itemsize
+
+
+def gaps(manifest: Manifest) -> Iterator[tuple[int, int]]:
+    """Yields offset and size of what elements may leave empty: it is zero, and has digests too.
+
+    That is what lies between tensors, and all of a tensor whose rows lie apart.
+    """
+    for unit in manifest.units:
+        end = unit.offset
+        for tensor in (one for one in unit.tensors if not one.alias):
+            if tensor.offset > end:
+                yield end, tensor.offset - end
+            end = tensor.offset + tensor.nbytes
+            if tensor.nbytes > math.prod(tensor.shape) * tensor.dtype.itemsize:
+                yield tensor.offset, tensor.nbytes
+        if unit.offset + unit.nbytes > end:
+            yield end, unit.offset + unit.nbytes - end
 
 
 def _place(spec: TensorSpec, offset: int, placed: dict[str, TensorEntry]) -> TensorEntry:
@@ -169,6 +189,9 @@ def _check_shape(tensor: TensorEntry) -> None:
         raise ManifestError(f"tensor {tensor.name}: a size is out of range")
     if len(tensor.cut.parts) > MAX_PARTS:
         raise ManifestError(f"tensor {tensor.name}: more than {MAX_PARTS} parts")
+    for said in (tensor.cut.sealed, *(part.logical for part in tensor.cut.parts)):
+        if len(said) > MAX_NAME_CHARS or not said.isprintable():
+            raise ManifestError(f"tensor {tensor.name}: {said[:64]!r} is not allowed")
     if fault := tensor.cut.fault(tensor.shape, tensor.strides):
         raise ManifestError(f"tensor {tensor.name}: {fault}")
     expected = span_bytes(tensor.dtype, tensor.shape, tensor.strides)

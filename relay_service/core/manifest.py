@@ -6,6 +6,7 @@ begins `HEADER_BYTES` into the allocation.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
 
@@ -90,6 +91,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def _first_blocks(self) -> list[int]:
         return [0, *accumulate(unit.block_count for unit in self.units)]
 
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [unit.offset for unit in self.units]
+
     @property
     def block_count(self) -> int:
         """Number of blocks of the arena."""
@@ -133,6 +138,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if index < 0:
             raise IndexError(index)
         return self._blocks[index]
+
+    def blocks_at(self, offset: int, nbytes: int) -> range:
+        """Returns the flat indexes of the blocks that bytes of one unit lie in."""
+        number = bisect_right(self._offsets, offset) - 1
+        start = offset - self._offsets[number]
+        first = self._first_blocks[number]
+        return range(first + start // BLOCK_BYTES, first + (start + nbytes - 1) // BLOCK_BYTES + 1)
 
     def block_digest(self, index: int) -> bytes:
         """Returns the expected digest of a block; empty where its unit isn't verified."""
@@ -205,13 +217,19 @@ def _unit_difference(seed: Unit, target: Unit) -> str:
     for mine, other in zip(seed.tensors, target.tensors, strict=False):
         if mine.name != other.name:
             return f"{seed.name}: seed has {mine.name} where target has {other.name}"
-        for field in ("kind", "dtype", "shape", "strides", "offset", "nbytes", "alias"):
-            left, right = getattr(mine, field), getattr(other, field)
-            if left != right:
-                return f"{mine.name}: {field} {left} and {right}"
+        if difference := _tensor_difference(mine, other):
+            return f"{mine.name}: {difference}"
     if len(seed.tensors) != len(target.tensors):
         return f"{seed.name}: seed has {len(seed.tensors)} tensors, target {len(target.tensors)}"
     for field in ("offset", "nbytes"):
         if getattr(seed, field) != getattr(target, field):
             return f"{seed.name}: {field} {getattr(seed, field)} and {getattr(target, field)}"
     return ""
+
+
+def _tensor_difference(seed: TensorEntry, target: TensorEntry) -> str:
+    for field in ("kind", "dtype", "shape", "strides", "offset", "nbytes", "alias"):
+        left, right = getattr(seed, field), getattr(target, field)
+        if left != right:
+            return f"{field} {left} and {right}"
+    return seed.cut.difference(target.cut)

@@ -6,6 +6,7 @@ import msgspec
 
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, State
+from relay_service.errors import Ambiguous
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -23,6 +24,11 @@ class Match(msgspec.Struct, frozen=True):
     instance: Instance
     reason: str
     """Why it does not fit; empty if it fits."""
+    recut: str = ""
+    """How its ranks are placed otherwise, in words: then its weights are cut anew on the way.
+
+    Whether that is possible its manifests decide, and so whoever reads them.
+    """
 
     @property
     def fits(self) -> bool:
@@ -31,29 +37,41 @@ class Match(msgspec.Struct, frozen=True):
 
 
 def match(target: Target, instances: list[Instance]) -> list[Match]:
-    """Judges every instance but the target: those that fit first, the least loaded first."""
+    """Judges every instance but the target.
+
+    Those that fit come first, of them those that are placed like the target, then the
+    least loaded.
+    """
     matches = [
-        Match(instance, misfit(target, instance))
+        Match(instance, misfit(target, instance), placed_otherwise(target, instance))
         for instance in instances
         if instance.instance != target.instance
     ]
-    return sorted(matches, key=lambda m: (not m.fits, m.instance.leases, m.instance.instance))
+    return sorted(
+        matches, key=lambda m: (not m.fits, bool(m.recut), m.instance.leases, m.instance.instance)
+    )
 
 
 def misfit(target: Target, source: Instance) -> str:
     """Says the first reason why `source` could not fill `target`; empty if it could."""
     if not source.state.holds_weights or not source.weights.digest:
         return f"state: {source.state} holds no complete weights"
-    return difference(target, source)
+    return source.format.difference(target.format) if target.format is not None else ""
 
 
-def difference(target: Target, source: Instance) -> str:
-    """Says the first difference of format or placement in words; empty if there is none."""
-    if target.format is not None and (words := source.format.difference(target.format)):
-        return words
-    if target.placement is not None:
-        return source.placement.difference(target.placement)
-    return ""
+def placed_otherwise(target: Target, source: Instance) -> str:
+    """Says the first difference of the placements in words; empty if there is none."""
+    return source.placement.difference(target.placement) if target.placement is not None else ""
+
+
+def refuse_several_models(fitting: list[Instance]) -> None:
+    """Raises `Ambiguous`: a base model and its fine-tune fit each other; one must be named."""
+    models = sorted({i.model for i in fitting})
+    if len(models) > 1 and len({i.weights.digest for i in fitting}) > 1:
+        raise Ambiguous(
+            f"several models fit: {', '.join(models)}",
+            field="source_instance", expected="one of them", hint="name one with --from",
+        )  # fmt: skip
 
 
 def waiting_for(wanted: list[Match], source_instance: str) -> str:

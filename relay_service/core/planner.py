@@ -19,6 +19,9 @@ from relay_service.core.manifest import TensorEntry, Unit
 from relay_service.core.rectangle import Rectangle
 from relay_service.errors import FormatMismatch, PartsMissing
 
+MAX_STEPS = 1 << 23
+"""Most comparisons of two parts for the ranks of one target: they take half a minute."""
+
 
 class _Whole(msgspec.Struct, frozen=True):
     """A unit or tensor of a source, to be moved as it is."""
@@ -32,6 +35,7 @@ class _Sourced(msgspec.Struct, frozen=True):
 
     source: int
     held: Held
+    rectangle: Rectangle
 
 
 class Planner:
@@ -49,6 +53,7 @@ class Planner:
         """
         self._names = [source.name for source in sources]
         self._given = [0] * len(sources)
+        self._steps_left = MAX_STEPS
         self._wholes: defaultdict[Hashable, list[_Whole]] = defaultdict(list)
         self._parts: defaultdict[str, list[_Sourced]] = defaultdict(list)
         self._sealed: dict[str, tuple[str, str]] = {}
@@ -61,8 +66,8 @@ class Planner:
         """Returns what fills every byte of the target's tensors once, in order of the target.
 
         Raises `PartsMissing` with everything that no source holds, `FormatMismatch` for what
-        cannot be cut as the target needs it, or is of another dtype or shape there;
-        `ManifestError` for a target that contradicts itself.
+        cannot be cut as the target needs it, or is of another dtype or shape there, or in
+        pieces too many to look through; `ManifestError` for a target that contradicts itself.
         """
         copies: list[Copy] = []
         missing: list[str] = []
@@ -82,7 +87,7 @@ class Planner:
                 self._sealed.update((part.logical, reason) for part in tensor.cut.parts)
                 continue
             for held in held_parts(tensor):
-                self._parts[held.part.logical].append(_Sourced(number, held))
+                self._parts[held.part.logical].append(_Sourced(number, held, held.part.rectangle))
 
     def _fill_unit(self, target: Holder, unit: Unit, missing: list[str]) -> list[Copy]:
         if not unit.nbytes:
@@ -115,25 +120,33 @@ class Planner:
 
     def _fill_part(self, want: Held, missing: list[str]) -> Iterator[Copy]:
         """Takes the largest rectangle that a source holds, then the largest of the rest."""
-        sources = [one for one in self._parts.get(want.part.logical, ()) if self._fits(want, one)]
         rest = [one for one in (want.part.rectangle,) if one.area]
-        while sources and rest:
-            best = max(
-                sources,
-                key=lambda one: (
-                    sum(piece.area for piece in _pieces(rest, one)), -self._given[one.source]
-                ),
-            )  # fmt: skip
-            pieces = list(_pieces(rest, best))
-            if not pieces:
-                break
-            for piece in pieces:
+        known = self._parts.get(want.part.logical, ())
+        self._count_steps(want, len(known))
+        areas = [(_area(rest, one), one) for one in known if self._fits(want, one)]
+        while rest and (areas := [held for held in areas if held[0]]):
+            self._count_steps(want, len(areas))
+            _, best = max(areas, key=lambda held: (held[0], -self._given[held[1].source]))
+            for piece in _pieces(rest, best):
                 yield self._copy(want, best, piece)
-            taken = best.held.part.rectangle
+            taken = best.rectangle
             rest = [left for one in rest for left in one.without(taken)]
+            areas = [
+                (_area(rest, one) if one.rectangle.shared(taken).area else area, one)
+                for area, one in areas
+            ]
         if rest and want.part.logical in self._sealed:
             raise _cannot_be_cut(want.tensor, *self._sealed[want.part.logical])
         missing += [f"{want.tensor.name}: {want.part.words(piece)}" for piece in rest]
+
+    def _count_steps(self, want: Held, steps: int) -> None:
+        """Bounds what a source can make us do by holding a tensor in a great many pieces."""
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise FormatMismatch(
+                f"{want.tensor.name}: the sources hold {want.part.logical} in too many pieces",
+                field="placement", hint="start the target placed like a source",
+            )  # fmt: skip
 
     def _fits(self, want: Held, one: _Sourced) -> bool:
         """Returns True, or raises `FormatMismatch` where the logical tensor is another."""
@@ -180,8 +193,12 @@ def _cannot_be_cut(tensor: TensorEntry, sealed: str, reason: str) -> FormatMisma
 
 def _pieces(rest: Iterable[Rectangle], one: _Sourced) -> Iterator[Rectangle]:
     """Yields what a source holds of what is still wanted."""
-    shared = (piece.shared(one.held.part.rectangle) for piece in rest)
+    shared = (piece.shared(one.rectangle) for piece in rest)
     return (piece for piece in shared if piece.area)
+
+
+def _area(rest: Iterable[Rectangle], one: _Sourced) -> int:
+    return sum(piece.area for piece in _pieces(rest, one))
 
 
 def _unit_key(unit: Unit, tensors: list[TensorEntry]) -> Hashable:

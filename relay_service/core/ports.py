@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from relay_service.core.copies import Copy
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.rate import TokenBucket
@@ -31,6 +32,12 @@ class Arena(Protocol):
 
     def land(self, offset: int, data: memoryview) -> bytes:
         """Copies a block in and returns the digest of what landed, in one pass."""
+
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
+        """Copies runs in, their source offsets from the start of `block`, and waits for them.
+
+        Returns whether what lies there now is what was copied.
+        """
 
     def check_header(self) -> None:
         """Raises `ManifestError` when the memory isn't an arena of this size."""

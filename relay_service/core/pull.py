@@ -9,23 +9,23 @@ import asyncio
 import time
 
 from relay_service.core.instance import Instance, Life
-from relay_service.core.layout import check
-from relay_service.core.manifest import Manifest, weights_digest
-from relay_service.core.match import Match, Target, match, waiting_for
-from relay_service.core.ports import Fleet, SourceSession, Transport
+from relay_service.core.manifest import weights_digest
+from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
+from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull_report import PathStep, PullOptions, PullReport
 from relay_service.core.rate import TokenBucket
+from relay_service.core.reading import Reader
 from relay_service.core.receiver import Receiver
+from relay_service.core.recut import Landed
 from relay_service.core.registry import EXPIRY_SECONDS
-from relay_service.core.together import together
 from relay_service.errors import (
-    Ambiguous,
     ConfigError,
     CorruptBlock,
     EpochChanged,
     FormatMismatch,
     LeaseEnded,
     NoSource,
+    PartsMissing,
     PullTimeout,
     Refused,
     RelayError,
@@ -33,7 +33,6 @@ from relay_service.errors import (
 )
 
 SEARCH_SECONDS = 0.25
-CORRUPTIONS_PER_SOURCE = 2
 
 
 class Puller:
@@ -46,14 +45,20 @@ class Puller:
         fleet: Fleet,
         transports: list[Transport],
         options: PullOptions,
+        landed: Landed | None = None,
     ) -> None:
+        """Fills from the best source of a fleet, over the first transport that reaches it.
+
+        `landed` is what an earlier pull into the same arenas left behind.
+        """
         self.report = PullReport()
         self.receivers = receivers
         self._target = target
         self._fleet = fleet
         self._transports = _chosen(transports, options.transport)
         self._options = options
-        self._limit = TokenBucket(options.rate_limit_bytes_per_second)
+        limit = TokenBucket(options.rate_limit_bytes_per_second)
+        self._reader = Reader(target, receivers, landed or Landed(), limit, self.report)
         self._left: set[Life] = set()
         self._broke_off: set[Life] = set()
         """Failed after they gave something: asked again when no other is there."""
@@ -84,7 +89,22 @@ class Puller:
     @property
     def bytes_moved(self) -> int:
         """Bytes that came so far, good or not."""
-        return sum(receiver.bytes_moved for receiver in self.receivers)
+        return self._reader.sum("bytes_moved")
+
+    @property
+    def bytes_reread(self) -> int:
+        """Bytes that came and had to be read again."""
+        return self._reader.bytes_reread
+
+    @property
+    def blocks_landed(self) -> int:
+        """Blocks that came and matched their digest."""
+        return self._reader.sum("blocks_landed")
+
+    @property
+    def blocks_failed(self) -> int:
+        """Blocks that came and did not."""
+        return self._reader.sum("blocks_failed")
 
     @property
     def bytes_verified(self) -> int:
@@ -96,32 +116,24 @@ class Puller:
         while True:
             matches = match(self._target, await self._fleet.instances())
             wanted = [m for m in matches if self._is_wanted(m.instance)]
-            self._refuse_several_models([m.instance for m in wanted if m.fits])
-            if candidates := [m.instance for m in wanted if self._may_ask(m)]:
-                return min(candidates, key=lambda one: one.life in self._broke_off)
+            if not self.report.path:
+                refuse_several_models([m.instance for m in wanted if m.fits])
+            if candidates := [m for m in wanted if self._may_ask(m)]:
+                return min(candidates, key=self._rank_of).instance
             if time.monotonic() > self._news_until:
                 self._give_up_in_vain(wanted)
             self.report.note = waiting_for(wanted, self._options.source_instance)
             await asyncio.sleep(SEARCH_SECONDS)
+
+    def _rank_of(self, match: Match) -> tuple[bool, bool]:
+        """Ranks candidates: what can be copied first, then who did not break off yet."""
+        return bool(match.recut), match.instance.life in self._broke_off
 
     def _may_ask(self, match: Match) -> bool:
         return match.fits and match.instance.life not in self._left
 
     def _is_wanted(self, instance: Instance) -> bool:
         return self._options.source_instance in ("", instance.instance, instance.model)
-
-    def _refuse_several_models(self, fitting: list[Instance]) -> None:
-        """A base model and its fine-tune fit each other; which one is meant must be said."""
-        models = sorted({i.model for i in fitting})
-        if (
-            not self.report.path
-            and len(models) > 1
-            and len({i.weights.digest for i in fitting}) > 1
-        ):
-            raise Ambiguous(
-                f"several models fit: {', '.join(models)}",
-                field="source_instance", expected="one of them", hint="name one with --from",
-            )  # fmt: skip
 
     def _give_up_in_vain(self, wanted: list[Match]) -> None:
         """Raises when waiting would not help: sources were left, or none of them fits."""
@@ -140,7 +152,7 @@ class Puller:
 
     def _exhausted(self) -> RelayError:
         last = self._last_error
-        if isinstance(last, CorruptBlock | Refused):
+        if isinstance(last, CorruptBlock | Refused | PartsMissing):
             last.details["path"] = self.story()
             return last
         return NoSource(f"no source is left: {self.story()}", path=self.story())
@@ -149,20 +161,19 @@ class Puller:
         """Reads what is missing from one source; returns whether the target is complete."""
         step = PathStep(source.instance, source.address, moved_before=self.bytes_moved)
         self.report.path.append(step)
-        self._verified_before = self.bytes_verified
+        before = self._reader.sum("bytes_landed")
         try:
             await self._read_from(source, step)
             step.reason = "complete"
         except (RelayError, OSError) as error:
             step.reason = self.report.note = str(error)
-            self._leave(source, error)
+            self._leave(source, error, gave=self._reader.sum("bytes_landed") > before)
         finally:
-            step.bytes_verified = self.bytes_verified - self._verified_before
+            step.bytes_verified = self._reader.sum("bytes_landed") - before
         return step.reason == "complete"
 
-    def _leave(self, source: Instance, error: Exception) -> None:
+    def _leave(self, source: Instance, error: Exception, *, gave: bool) -> None:
         self._last_error = error
-        gave = self.bytes_verified > self._verified_before
         # A cut connection or an ended lease can be had anew.
         again = gave and isinstance(error, SourceFailed | LeaseEnded)
         (self._broke_off if again else self._left).add(source.life)
@@ -174,12 +185,13 @@ class Puller:
         step.transport = transport.name
         session = await transport.open(source, self._target.instance)
         try:
-            manifests = [await session.manifest(r.layout.rank) for r in self.receivers]
-            self._expect(source, manifests)
+            way = await self._reader.prepare(session, source, step)
+            if len(self.report.path) == 1:
+                self.report.blocks_reused = sum(r.blocks_verified for r in self.receivers)
             self._enter_transfer()
-            await together(*(self._read_rank(session, r) for r in self.receivers))
+            await self._reader.read(session, way)
             self.report.seconds_transfer = time.monotonic() - self._first_byte_at
-            self._finish(source, await session.probe())
+            self._finish(source, step, await session.probe())
         finally:
             await session.close()
 
@@ -192,43 +204,21 @@ class Puller:
             reasons.append(f"{transport.name}: {reason}")
         raise SourceFailed(f"no transport to {source.instance}: {'; '.join(reasons)}")
 
-    def _expect(self, source: Instance, manifests: list[Manifest]) -> None:
-        for receiver, manifest in zip(self.receivers, manifests, strict=True):
-            check(manifest)
-            if difference := manifest.layout_difference(receiver.layout):
-                raise FormatMismatch(f"{source.instance} does not fit: {difference}")
-        if weights_digest(manifests) != source.weights.digest:
-            raise SourceFailed(f"{source.instance}: its manifest is not of {source.weights.digest}")
-        reused = [r.expect(m) for r, m in zip(self.receivers, manifests, strict=True)]
-        self._verified_before = self.bytes_verified
-        if len(self.report.path) == 1:
-            self.report.blocks_reused = sum(reused)
-
     def _enter_transfer(self) -> None:
         self.report.phase = "transferring"
         if not self._first_byte_at:
             self._first_byte_at = time.monotonic()
             self.report.seconds_matching = self._first_byte_at - self._began
 
-    async def _read_rank(self, session: SourceSession, receiver: Receiver) -> None:
-        corruptions = 0
-        while missing := receiver.missing:
-            try:
-                await session.read(receiver.layout.rank, missing, receiver.land, self._limit)
-            except CorruptBlock as error:
-                corruptions += 1
-                self.report.note = str(error)
-                if corruptions > CORRUPTIONS_PER_SOURCE:
-                    raise
-
-    def _finish(self, source: Instance, probe: bytes) -> None:
-        manifests = [receiver.manifest() for receiver in self.receivers]
-        landed = weights_digest(manifests)
-        if landed != source.weights.digest:
+    def _finish(self, source: Instance, step: PathStep, probe: bytes) -> None:
+        landed = weights_digest([receiver.manifest() for receiver in self.receivers])
+        # Cut anew the weights have a digest of their own: each block was held to the source's.
+        if not landed or (not step.recut and landed != source.weights.digest):
             raise SourceFailed(f"landed {landed}, {source.instance} has {source.weights.digest}")
         self.report.model = source.model
         self.report.weight_version = source.weights.version
         self.report.weights_digest = landed
+        self.report.source_weights_digest = source.weights.digest
         self.report.probe = probe
         self.report.phase = "done"
 

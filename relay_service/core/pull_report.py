@@ -29,6 +29,8 @@ class PathStep:
     transport: str = ""
     bytes_verified: int = 0
     reason: str = ""
+    recut: str = ""
+    """How it was placed otherwise, where its weights were cut anew; empty for a copy."""
     moved_before: int = 0
     """Bytes that the pull had moved when it came to this source."""
 
@@ -43,6 +45,8 @@ class PullReport:
     model: str = ""
     weight_version: str = ""
     weights_digest: str = ""
+    """Of the target; of other placement than the source it's another one than the source's."""
+    source_weights_digest: str = ""
     blocks_reused: int = 0
     seconds_matching: float = 0.0
     seconds_transfer: float = 0.0

@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from relay_service.core.manifest import Manifest
+from relay_service.core.copies import Copy
+from relay_service.core.layout import gaps
+from relay_service.core.manifest import Manifest, block_digest
 from relay_service.core.ports import Arena
 from relay_service.errors import CorruptBlock, InvalidRequest
 
@@ -23,6 +25,8 @@ class Receiver:
         self.layout = layout
         self.bytes_moved = 0
         self.bytes_reread = 0
+        self.bytes_landed = 0
+        """Bytes of blocks that came, matched and were not there before."""
         self.bytes_verified = 0
         self.blocks_verified = 0
         self.blocks_landed = 0
@@ -85,6 +89,33 @@ class Receiver:
         if not good:
             raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
 
+    def expect_pieces(self, *, keep: bool) -> None:
+        """Prepares for weights that come in pieces: keeps the blocks that are whole, or none.
+
+        Then what no piece will fill is cleared.
+        """
+        self._expected = self.layout  # without digests: no block that came whole would match
+        if not keep:
+            self.verified = [b""] * self.layout.block_count
+            for offset, nbytes in gaps(self.layout):
+                self._arena.land(offset, memoryview(bytes(nbytes)))
+        there = [index for index, digest in enumerate(self.verified) if digest]
+        self.blocks_verified = len(there)
+        self.bytes_verified = sum(self.layout.block(index).nbytes for index in there)
+
+    def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
+        """Writes runs of a verified block that lies otherwise; returns whether they are there."""
+        return self._arena.scatter(block, pieces)
+
+    def settle(self, index: int) -> None:
+        """Takes a block as it lies in the arena: all that belongs there has been written."""
+        block = self.layout.block(index)
+        digest = block_digest(self._arena.view(block.offset, block.nbytes))
+        with self._lock:
+            self.verified[index] = digest
+            self.blocks_verified += 1
+            self.bytes_verified += block.nbytes
+
     def manifest(self) -> Manifest:
         """Returns the manifest of what has landed; complete receivers only."""
         return self.layout.with_digests(self.verified)
@@ -99,6 +130,7 @@ class Receiver:
         elif not self.verified[index]:
             self.verified[index] = digest
             self.blocks_verified += 1
+            self.bytes_landed += nbytes
             self.bytes_verified += nbytes
         else:
             self.bytes_reread += nbytes

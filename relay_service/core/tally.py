@@ -28,8 +28,8 @@ class Tally:
         """Adds what a pull has done so far."""
         report = puller.report
         self.bytes_received += bytes_by_transport(report.path, puller.bytes_moved)
-        self.blocks_verified += sum(r.blocks_landed for r in puller.receivers)
-        self.blocks_failed += sum(r.blocks_failed for r in puller.receivers)
+        self.blocks_verified += puller.blocks_landed
+        self.blocks_failed += puller.blocks_failed
 
     def end(self, puller: Puller, outcome: str) -> None:
         """Adds a pull that has ended."""

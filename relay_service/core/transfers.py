@@ -67,7 +67,7 @@ class Transfers:
         # Checked first: a refused pull must not leave the arenas mapped for writing.
         Puller(target, [], self._fleet, self._transports, options)
         receivers = holding.open_receivers()
-        puller = Puller(target, receivers, self._fleet, self._transports, options)
+        puller = Puller(target, receivers, self._fleet, self._transports, options, holding.landed)
         name, context = secrets.token_hex(6), copy_context()
         context.run(transfer_id.set, name)
         running = self._run(holding, puller)

@@ -29,10 +29,12 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from relay_service.core.buffers import address_of
+from relay_service.core.copies import Copy
 from relay_service.core.manifest import BLOCK_BYTES, block_hasher
 from relay_service.errors import DeviceError, ManifestError, Refused
 from relay_service.memory.cuda_port import Driver
-from relay_service.memory.host import HostArena, address_of, create_memfd
+from relay_service.memory.host import HostArena, create_memfd
 from relay_service.memory.staging import Lanes, host_bytes
 
 PIECE_BYTES = BLOCK_BYTES // 4
@@ -111,6 +113,25 @@ class CudaArena:
             hasher.update(host_bytes(buffer, nbytes))
         lane.flush()
         return hasher.digest()
+
+    def scatter(self, block: memoryview | bytes, pieces: Sequence[Copy]) -> bool:
+        """Copies runs in, one by one; returns when they are on the device.
+
+        What is staged is what was verified, and what lies there in the end gets a digest: as
+        with `land`, nobody compares it here.
+        """
+        lane, source = self._lanes.mine(), address_of(block)
+        for piece in pieces:
+            for run in range(piece.count):
+                to = piece.target_offset + run * piece.target_stride
+                self._check(to, piece.nbytes)
+                buffer = lane.next_buffer()
+                ctypes.memmove(
+                    buffer, source + piece.source_offset + run * piece.source_stride, piece.nbytes
+                )
+                lane.send(self.address + to, piece.nbytes)
+        lane.flush()
+        return True
 
     def build(self, nbytes: int) -> memoryview:
         """Returns zeroed host bytes in which to build a block; `put` copies them.

@@ -164,17 +164,18 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         path=[
             weights_pb2.PathStep(
                 source_instance=s.source_instance, address=s.address, transport=s.transport,
-                bytes_verified=s.bytes_verified, reason=s.reason,
+                bytes_verified=s.bytes_verified, reason=s.reason, recut=s.recut,
             )
             for s in report.path
         ],
         transport=report.path[-1].transport,
-        bytes_moved=sum(r.bytes_moved for r in puller.receivers),
-        bytes_reread=sum(r.bytes_reread for r in puller.receivers),
+        bytes_moved=puller.bytes_moved,
+        bytes_reread=puller.bytes_reread,
         blocks_reused=report.blocks_reused,
         model=report.model,
         weight_version=report.weight_version,
         weights_digest=report.weights_digest,
+        source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching,
         seconds_transfer=report.seconds_transfer,
     )  # fmt: skip

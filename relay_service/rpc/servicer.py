@@ -82,7 +82,10 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         return relay_pb2.ListSourcesResponse(
             sources=[
                 relay_pb2.Source(
-                    instance=convert.instance_to_proto(m.instance), fits=m.fits, reason=m.reason
+                    instance=convert.instance_to_proto(m.instance),
+                    fits=m.fits,
+                    reason=m.reason,
+                    recut=m.recut,
                 )
                 for m in matches
             ]

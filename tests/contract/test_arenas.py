@@ -8,6 +8,7 @@ from fake_cuda import FakeDriver
 from fake_libcuda import FakeLibrary
 from fakes import BytesArena, lay_out_bytes, random_bytes, seam_layout
 
+from relay_service.core.copies import Copy
 from relay_service.core.manifest import BLOCK_BYTES, block_digest
 from relay_service.errors import ManifestError, ResourceExhausted
 from relay_service.memory import cuda
@@ -179,6 +180,46 @@ def test_a_mapping_outlives_the_one_who_made_the_memory(place):
         os.close(fd)
     assert bytes(reader.view(0, 6)) == b"legacy"
     reader.close()
+
+
+def test_runs_land_where_they_belong(place, shared):
+    """Runs of a block, single and at equal distances, land like copies one by one."""
+    arena, descriptors = shared
+    other = place.map(descriptors, SIZE, writable=True)
+    block, twin = random_bytes(lay_out_bytes([BLOCK_BYTES])), BytesArena(SIZE)
+    pieces = [
+        Copy(0, 0, 7, 5),
+        Copy(0, 100, 4096, 300, 20, 1000, 4096),
+        Copy(0, 50_000, 200_000, 1, 3000, 17, 1),
+        Copy(0, 1 << 19, BLOCK_BYTES, 1 << 19),
+        Copy(0, BLOCK_BYTES - 64, SIZE - 64, 64),
+    ]
+    other.land(0, bytes(SIZE))
+    assert other.scatter(block, pieces)
+    assert twin.scatter(block, pieces)
+    for start in range(0, SIZE, BLOCK_BYTES):
+        nbytes = min(BLOCK_BYTES, SIZE - start)
+        assert arena.view(start, nbytes) == twin.view(start, nbytes)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "piece", [Copy(0, 0, SIZE - 1, 2), Copy(0, 0, 0, 1, 2, 1, SIZE), Copy(0, 0, -1, 1)]
+)
+def test_runs_beyond_the_data_are_refused(shared, piece):
+    """No run is written that leaves the arena."""
+    with pytest.raises((IndexError, ValueError, TypeError)):
+        shared[0].scatter(bytes(BLOCK_BYTES), [piece])
+
+
+def test_a_run_that_is_written_over_is_noticed():
+    """On the host, where what landed is compared, runs that overlap are not what was copied."""
+    arena, (fd,) = OnHost().create(SIZE)
+    assert not arena.scatter(bytes(range(64)), [Copy(0, 0, 0, 8, 2, 8, 4)])
+    arena.close()
+    with pytest.raises(IndexError):
+        arena.scatter(b"gone", [Copy(0, 0, 0, 4)])
+    os.close(fd)
 
 
 def test_threads_land_and_read_at_once(place, shared):

@@ -9,9 +9,10 @@ from fakes import BytesArena, Memory, lay_out_bytes, random_bytes, seam_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay_service.core.buffers import address_of
 from relay_service.core.manifest import HEADER_BYTES, block_digest
 from relay_service.errors import ManifestError, ResourceExhausted
-from relay_service.memory.host import HostArena, address_of, create_memfd, is_sealed, seal
+from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
 
 
 @pytest.fixture

@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay_service.core import layout
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
+from relay_service.core.holder import Holder
 from relay_service.core.layout import TensorSpec, UnitSpec, check, lay_out
 from relay_service.core.manifest import Manifest, TensorEntry, Unit
-from relay_service.errors import ManifestError
+from relay_service.core.planner import Planner
+from relay_service.errors import ManifestError, RelayError
 
 HUGE = 1 << 63
 LAYOUT = lay_out(
@@ -26,6 +29,7 @@ LAYOUT = lay_out(
         UnitSpec("second", (TensorSpec("d", DType.U8, (5000,)),)),
     ],
 )
+PART = Part("w", (4, 4), (0, 1), (0, 4))
 MANIFEST = verified(LAYOUT, random_bytes(LAYOUT))
 
 
@@ -93,6 +97,13 @@ def test_the_good_one_passes():
         (with_tensor(2, alias="b"), "tensor c: not within 'b'"),
         (with_tensor(2, offset=4096), "tensor c: not within 'a'"),
         (with_tensor(0, alias="c"), "tensor a: not within 'c'"),
+        (with_tensor(0, cut=Cut((PART,) * 5)), "tensor a: its parts are not its 4 rows"),
+        (with_tensor(0, cut=Cut((replace(PART, rows=(3, 2)),) * 2)), "'w' has no rows"),
+        (with_tensor(0, cut=Cut((replace(PART, whole=(HUGE, 4)),) * 4)), "'w' has no rows"),
+        (with_tensor(0, cut=Cut((PART,) * 2000)), "tensor a: more than 1024 parts"),
+        (with_tensor(0, cut=Cut((replace(PART, logical="w" * 9999),) * 4)), "is not allowed"),
+        (with_tensor(0, cut=Cut((PART,) * 4, "s" * 9999)), "is not allowed"),
+        (with_tensor(0, cut=Cut((PART,) * 4, "line\nbreak")), "is not allowed"),
     ],
 )
 def test_a_contradiction_is_refused_by_name(manifest, words):
@@ -110,11 +121,20 @@ def test_huge_counts_are_refused(monkeypatch):
     monkeypatch.setattr(layout, "MAX_TENSORS", 3)
     with pytest.raises(ManifestError, match="more than 3 tensors"):
         check(MANIFEST)
+    monkeypatch.setattr(layout, "MAX_TENSORS", 4)
+    monkeypatch.setattr(layout, "MAX_ALL_PARTS", 4)
+    parts = with_tensor(0, cut=Cut((PART,) * 4))
+    check(parts)
+    monkeypatch.setattr(layout, "MAX_ALL_PARTS", 3)
+    with pytest.raises(ManifestError, match="more than 3 parts of tensors"):
+        check(parts)
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
+        with_tensor(0, cut=Cut((replace(PART, logical="w" * 100_000),) * 4)),
+        with_tensor(0, cut=Cut((PART,) * 4, "s" * 100_000)),
         with_unit(0, name="u" * 100_000),
         with_tensor(0, name="t" * 100_000),
         with_tensor(0, kind="k" * 100_000),
@@ -133,9 +153,11 @@ integers = st.one_of(
 )
 words = st.one_of(st.text(max_size=4), st.sampled_from(["a", "b", "d", "first", "parameter"]))
 few = st.lists(integers, max_size=3).map(tuple)
+two = st.tuples(integers, integers)
+cuts = st.builds(Cut, st.lists(st.builds(Part, words, two, two, two), max_size=3).map(tuple), words)
 TENSOR_FIELDS = {
     "name": words, "kind": words, "dtype": st.sampled_from(DType), "shape": few, "strides": few,
-    "offset": integers, "nbytes": integers, "alias": words, "logical": words,
+    "offset": integers, "nbytes": integers, "alias": words, "logical": words, "cut": cuts,
 }  # fmt: skip
 UNIT_FIELDS = {
     "name": words, "offset": integers, "nbytes": integers,
@@ -174,3 +196,31 @@ def test_any_one_change_is_refused_or_harmless(manifest):
 
 def _assert_inside(extent: Unit | TensorEntry, data_bytes: int) -> None:
     assert 0 <= extent.offset <= extent.offset + extent.nbytes <= data_bytes
+
+
+cells = st.integers(0, 5)
+runs = st.tuples(cells, cells)
+odd_parts = st.builds(Part, st.sampled_from("vw"), st.just((4, 4)), runs, runs)
+odd_cuts = st.builds(
+    Cut, st.lists(odd_parts, max_size=4).map(tuple), st.sampled_from(["", "", "tiles"])
+)
+GOOD_CUT = Cut((Part("w", (4, 4), (0, 2), (0, 4)), Part("v", (4, 4), (1, 2), (0, 4))))
+
+
+@given(st.lists(odd_cuts, min_size=1, max_size=3))
+def test_no_plan_leaves_a_unit_of_its_source(cuts):
+    """Whatever a source says that it holds, what is taken of it lies in one of its units."""
+    tensors = [TensorSpec(f"t{n}", DType.F32, (4, 4), cut=cut) for n, cut in enumerate(cuts)]
+    target = lay_out(0, [UnitSpec("u", (TensorSpec("m", DType.F32, (4, 4), cut=GOOD_CUT),))])
+    try:
+        source = lay_out(0, [UnitSpec(f"unit.{one.name}", (one,)) for one in tensors])
+        plan = Planner([Holder("source", source)]).plan(Holder("target", target))
+    except RelayError:
+        return
+    assert sum(copy.total_bytes for copy in plan) == 64
+    for copy in plan:
+        end = copy.source_offset + copy.source_span
+        assert any(
+            unit.offset <= copy.source_offset and end <= unit.offset + unit.nbytes
+            for unit in source.units
+        )

@@ -7,6 +7,7 @@ from fakes import SEAM_BYTES, lay_out_bytes, random_bytes, replace, seam_layout,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec, check, lay_out
 from relay_service.core.manifest import (
@@ -267,3 +268,21 @@ def test_layout_differences_of_whole_units():
     shorter = replace(more.units[0], nbytes=9999)
     assert "nbytes" in more.layout_difference(Manifest(0, more.data_bytes, (shorter,)))
     assert seam_layout().layout_difference(seam_layout()) == ""
+
+
+def test_other_parts_are_a_difference():
+    """Tensors of one shape that hold other rows, where both say which, aren't the same."""
+
+    def held(*parts: Part, sealed: str = "") -> Manifest:
+        cut = Cut(parts, sealed)
+        return lay_out(0, [UnitSpec("u", (TensorSpec("m", DType.U8, (4, 3), cut=cut),))])
+
+    upper, lower = (Part("w", (8, 3), (first, 4), (0, 3)) for first in (0, 4))
+    words = "m: w: rows 0..3 of 8, columns 0..2 of 3 and w: rows 4..7 of 8, columns 0..2 of 3"
+    assert held(upper).layout_difference(held(lower)) == words
+    assert held(upper).layout_difference(held(upper)) == ""
+    assert held(upper).layout_difference(held()) == held().layout_difference(held(upper)) == ""
+    assert held(upper).layout_difference(held(upper, sealed="tiles")) == "m: sealed '' and 'tiles'"
+    halves = [Part("w", (8, 3), (first, 2), (0, 3)) for first in (0, 2)]
+    more = held(*halves, sealed="tiles").layout_difference(held(halves[0], sealed="tiles"))
+    assert more == "m: 2 parts and 1"

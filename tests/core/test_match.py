@@ -61,14 +61,7 @@ def test_equal_fingerprints_are_equal_facts(left, right):
             instance(format=with_facts(dtype="float16")),
             "dtype: seed float16, target bfloat16",
         ),
-        (
-            instance(placement=Placement(2, 1)),
-            "tensor_parallel_size: seed 2, target 1",
-        ),
-        (
-            instance(placement=Placement(1, 4)),
-            "expert_parallel_size: seed 4, target 1",
-        ),
+        (instance(placement=Placement(2, 1)), ""),
     ],
 )
 def test_reasons(source, reason):
@@ -76,6 +69,31 @@ def test_reasons(source, reason):
     (judged,) = match(TARGET, [source])
     assert judged.reason == reason
     assert judged.fits == (reason == "")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (Placement(), ""),
+        (Placement(2, 1), "tensor_parallel_size: seed 2, target 1"),
+        (Placement(1, 4), "expert_parallel_size: seed 4, target 1"),
+    ],
+)
+def test_other_placements(placement, words):
+    """An instance that is placed otherwise fits, and it is said in words how it is placed."""
+    (judged,) = match(TARGET, [instance(placement=placement)])
+    assert judged.fits
+    assert judged.recut == words
+
+
+def test_the_same_placement_comes_first():
+    """However loaded, what can be copied comes before what must be cut anew."""
+    fleet = [
+        instance("a", placement=Placement(2)),
+        instance("b", leases=9),
+        instance("c", format=with_facts(dtype="float16")),
+    ]
+    assert [m.instance.instance for m in match(TARGET, fleet)] == ["b", "a", "c"]
 
 
 def test_a_target_without_a_format_takes_any_holder():

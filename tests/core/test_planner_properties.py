@@ -2,63 +2,16 @@
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
-from cutting import carry_out, contents, holder, tensor
+from cutting import carry_out, contents, matrices, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay_service.core.cut import Part
-from relay_service.core.dtypes import DType
 from relay_service.core.holder import Holder
 from relay_service.core.manifest import TensorEntry
 from relay_service.core.planner import Planner
 from relay_service.errors import PartsMissing
-
-Bounds = list[tuple[int, int]]
-Matrix = tuple[int, int, list[int]]
-"""Number, columns, and the rows of the logical tensors that are fused in it."""
-
-matrices = st.lists(
-    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 7), min_size=1, max_size=3)),
-    min_size=1, max_size=4,
-).map(lambda drawn: [(number, *one) for number, one in enumerate(drawn)])  # fmt: skip
-
-
-@st.composite
-def bounds(draw, size: int, parts: int) -> Bounds:
-    """Cuts so many things into so many runs, anywhere; some may be empty."""
-    inner = sorted(draw(st.integers(0, size)) for _ in range(parts - 1))
-    return [(first, end - first) for first, end in pairwise([0, *inner, size])]
-
-
-@st.composite
-def placements(draw, model: list[Matrix], most: int = 3) -> list[Holder]:
-    """Ranks in a grid of at most so many by so many.
-
-    Each holds its rows and columns of every matrix, or all of one; matrices lie in any order,
-    in few units or many, their rows side by side or apart.
-    """
-    bands, stripes = draw(st.integers(1, most)), draw(st.integers(1, most))
-    ranks: list[dict] = [{} for _ in range(bands * stripes)]
-    for number, width, heights in draw(st.permutations(model)):
-        unit, row = f"unit.{draw(st.integers(0, 1))}", draw(st.sampled_from([0, 9]))
-        shared, dtype = draw(st.booleans()), [DType.U8, DType.BF16, DType.F32][number % 3]
-        across = draw(bounds(width, stripes))
-        down = [draw(bounds(height, bands)) for height in heights]
-        for rank, units in enumerate(ranks):
-            band, stripe = divmod(rank, stripes)
-            parts = [
-                Part(
-                    f"{number}.{n}", (height, width),
-                    (0, height) if shared else down[n][band],
-                    (0, width) if shared else across[stripe],
-                )
-                for n, height in enumerate(heights)
-            ]  # fmt: skip
-            units.setdefault(unit, []).append(tensor(f"m{number}", *parts, dtype=dtype, row=row))
-    return [holder(f"rank {n}", units) for n, units in enumerate(ranks)]
 
 
 def tensors(one: Holder) -> Iterator[TensorEntry]:

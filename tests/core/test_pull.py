@@ -22,8 +22,9 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
 from relay_service.core.match import Target
-from relay_service.core.pull import CORRUPTIONS_PER_SOURCE, Puller
+from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.reading import CORRUPTIONS_PER_SOURCE
 from relay_service.core.receiver import Receiver
 from relay_service.errors import (
     Ambiguous,
@@ -43,7 +44,7 @@ LAYOUTS = [lay_out_bytes([BLOCK_BYTES + 5, 100, 3 * BLOCK_BYTES], rank) for rank
 DATA = [random_bytes(layout, rank) for rank, layout in enumerate(LAYOUTS)]
 OTHER_DATA = [random_bytes(layout, 100 + rank) for rank, layout in enumerate(LAYOUTS)]
 BLOCKS = sum(layout.block_count for layout in LAYOUTS)
-TARGET = Target("target", instance().format, Placement())
+TARGET = Target("target", instance().format, Placement(2))
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from stage import (
     refusal,
     request,
     seedrelay,
-    status_of,
 )
 
 from clients.engine import EngineClient
@@ -96,25 +95,6 @@ async def test_a_filled_target_equals_one_rank_from_disk(
     assert [await answer(target, asked) for asked in _asked()] == expected
     together = await asyncio.gather(*(answer(target, asked) for asked in _asked()))
     assert list(together) == expected
-
-
-async def test_another_number_of_ranks_is_refused(
-    stage: Stage, model_of: Callable[[str], Path]
-) -> None:
-    """A seed of two ranks does not fill a target of one; the refusal names both numbers."""
-    folder = model_of("random")
-    relay = stage.relay()
-    seed = stage.engine(folder, "--tp", "2", "--relay", relay.address)
-    await reach(seed)
-    target = stage.engine(folder, "--load-format", "dummy")
-    await reach(target, DUMMY)
-    refused = await asyncio.to_thread(
-        seedrelay, "pull", "--engine", target.address, "--relay", relay.address, "--json"
-    )
-    assert refused.status == 1
-    assert "tensor_parallel_size: seed 2, target 1" in refused.err
-    assert refused.json()["error"]["code"] == "FAILED_PRECONDITION"
-    assert (await status_of(target)).state == DUMMY
 
 
 async def test_what_does_not_divide_ends_the_start(

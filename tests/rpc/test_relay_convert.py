@@ -1,7 +1,8 @@
 """Records to messages and back, and what a peer may send instead."""
 
 import pytest
-from fakes import instance, lay_out_bytes, random_bytes, seam_layout, verified
+from cutting import matrices, placements
+from fakes import instance, lay_out_bytes, random_bytes, replace, seam_layout, verified
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from engine_service.rpc import convert as engine_convert
 from relay_service.core.format import Placement
 from relay_service.core.instance import Artifact, State, Weights
 from relay_service.core.layout import check
+from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
 from relay_service.errors import InvalidRequest, ManifestError
 from relay_service.rpc import convert
@@ -37,6 +39,33 @@ def test_a_manifest_round_trips():
         assert convert.manifest_from_pages(sent.rank, pages) == sent
 
 
+@given(st.data(), matrices, st.sampled_from(["", "packed in tiles"]))
+def test_cuts_round_trip(data, model, sealed):
+    """What ranks say of what they hold arrives as it was sent, however they are cut."""
+    for one in data.draw(placements(model)):
+        units = [
+            replace(unit, tensors=tuple(
+                replace(t, cut=replace(t.cut, sealed=sealed)) for t in unit.tensors
+            ))
+            for unit in one.manifest.units
+        ]  # fmt: skip
+        sent = Manifest(one.manifest.rank, one.manifest.data_bytes, tuple(units))
+        check(sent)
+        pages = list(convert.manifest_pages(sent))
+        assert convert.manifest_from_pages(sent.rank, pages) == sent
+
+
+def test_how_a_source_lies_otherwise_round_trips():
+    """How weights were cut anew arrives at the engine, and from there at its callers."""
+    sent = weights_pb2.PullReport(
+        path=[weights_pb2.PathStep(source_instance="a", recut="tensor_parallel_size: 2 and 1")],
+        weights_digest="mine", source_weights_digest="its",
+    )  # fmt: skip
+    shown = engine_convert.report_to_proto(engine_convert.report_from_proto(sent), State.READY)
+    assert list(shown.path) == list(sent.path)
+    assert (shown.weights_digest, shown.source_weights_digest) == ("mine", "its")
+
+
 def test_a_fingerprint_is_not_taken_on_trust():
     """What a format is called does not matter, only its facts do."""
     message = convert.format_to_proto(instance().format)
@@ -45,6 +74,16 @@ def test_a_fingerprint_is_not_taken_on_trust():
 
 
 small = st.integers(-(1 << 63), (1 << 63) - 1)
+parts = st.builds(
+    weights_pb2.TensorPart,
+    logical=st.text(max_size=2),
+    whole_rows=small,
+    whole_columns=small,
+    first_row=small,
+    row_count=small,
+    first_column=small,
+    column_count=small,
+)
 tensors = st.builds(
     weights_pb2.TensorEntry,
     name=st.text(max_size=5),
@@ -55,6 +94,8 @@ tensors = st.builds(
     offset=small,
     byte_count=small,
     alias=st.text(max_size=2),
+    sealed=st.text(max_size=2),
+    parts=st.lists(parts, max_size=3),
 )
 units = st.builds(
     weights_pb2.WeightUnit,

@@ -95,14 +95,16 @@ class ListSourcesRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., without_directory: _Optional[bool] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("instance", "fits", "reason")
+    __slots__ = ("instance", "fits", "reason", "recut")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FITS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RECUT_FIELD_NUMBER: _ClassVar[int]
     instance: Instance
     fits: bool
     reason: str
-    def __init__(self, instance: _Optional[_Union[Instance, _Mapping]] = ..., fits: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    recut: str
+    def __init__(self, instance: _Optional[_Union[Instance, _Mapping]] = ..., fits: _Optional[bool] = ..., reason: _Optional[str] = ..., recut: _Optional[str] = ...) -> None: ...
 
 class ListSourcesResponse(_message.Message):
     __slots__ = ("sources",)

@@ -158,21 +158,23 @@ class PullProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
 
 class PathStep(_message.Message):
-    __slots__ = ("source_instance", "address", "transport", "bytes_verified", "reason")
+    __slots__ = ("source_instance", "address", "transport", "bytes_verified", "reason", "recut")
     SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RECUT_FIELD_NUMBER: _ClassVar[int]
     source_instance: str
     address: str
     transport: str
     bytes_verified: int
     reason: str
-    def __init__(self, source_instance: _Optional[str] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    recut: str
+    def __init__(self, source_instance: _Optional[str] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., reason: _Optional[str] = ..., recut: _Optional[str] = ...) -> None: ...
 
 class PullReport(_message.Message):
-    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe", "model")
+    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe", "model", "source_weights_digest")
     STATE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +188,7 @@ class PullReport(_message.Message):
     SECONDS_COMMIT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PROBE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     state: InstanceState
     path: _containers.RepeatedCompositeFieldContainer[PathStep]
     transport: str
@@ -199,4 +202,5 @@ class PullReport(_message.Message):
     seconds_commit: float
     seconds_probe: float
     model: str
-    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
+    source_weights_digest: str
+    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ..., model: _Optional[str] = ..., source_weights_digest: _Optional[str] = ...) -> None: ...
