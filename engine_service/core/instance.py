@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
 from engine_service.core.engine import Engine
+from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.messages import (
     Capture,
@@ -68,6 +69,8 @@ class Instance:
         self.has_served = False
         """Whether it was ever ready."""
         self.manifests: list[Manifest] = []
+        self.experts: ExpertMap | None = None
+        """Where the experts lie; none for a model without, and before the ranks are up."""
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
@@ -88,7 +91,11 @@ class Instance:
     @property
     def placement(self) -> Placement:
         """Where the ranks lie."""
-        return Placement(tensor_parallel_size=self.config.tensor_parallel_size)
+        config = self.config
+        return Placement(
+            config.tensor_parallel_size, config.expert_parallel_size, config.redundant_experts,
+            self.experts.digest if self.experts else "",
+        )  # fmt: skip
 
     @property
     def progress(self) -> FillProgress | None:
@@ -125,6 +132,7 @@ class Instance:
             )
         self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
+        self.experts = self.ranks.arenas[0].experts
 
     async def load(self) -> None:
         """Reads the weights from the model folder. Raises `CheckpointError`."""
@@ -245,7 +253,9 @@ class Instance:
         config = self.config
         dtype = stated_dtype(self.files) if config.dtype == "auto" else config.dtype
         return RankConfig(
-            rank=rank, world_size=config.tensor_parallel_size,
+            rank=rank, world_size=config.ranks,
+            expert_parallel_size=config.expert_parallel_size,
+            redundant_experts=config.redundant_experts, expert_map=dict(config.expert_map),
             generation=self.identity.generation, dtype=dtype, device=config.device,
             threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
             kv_blocks=config.kv_blocks, weight_format=config.weight_format,

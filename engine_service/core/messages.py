@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine_service.core.expert_map import ExpertMap, Slots
+from engine_service.core.expert_messages import ExpertCommand, ExpertReply
 from relay_service.core.manifest import Manifest
 
 
@@ -31,6 +33,17 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     is one, or `require` it."""
     collective_timeout_seconds: float = 30.0
     """Time in which all ranks must come to what they compute together."""
+    expert_parallel_size: int = 1
+    """Groups of ranks over which experts are spread; a divisor of `world_size`."""
+    redundant_experts: int = 0
+    """Slots of each layer beyond one for each expert."""
+    expert_map: dict[int, Slots] = {}
+    """Layers whose experts do not lie in a row."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks of each group."""
+        return self.world_size // self.expert_parallel_size
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +168,8 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     address: int
     page_kind: str
     descriptors: int
+    experts: ExpertMap | None = None
+    """Where the experts of all ranks lie; none for a model without."""
 
 
 class Captured(msgspec.Struct, frozen=True, tag=True):
@@ -228,8 +243,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     details: dict[str, str]
 
 
-Command = Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-Reply = Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+Command = (
+    Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
+    | ExpertCommand
+)  # fmt: skip
+Reply = (
+    Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+    | ExpertReply
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

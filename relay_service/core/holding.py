@@ -32,11 +32,14 @@ class Holding:
         self._descriptors = descriptors
         self._map_arena = map_arena
         self._readers: list[Arena] = []
+        self._sequences: list[int] = []
+        """Of each arena, while it holds what its manifest says."""
         self._writers: list[Arena] = []
         self._reads = 0
         self._lock = threading.Lock()
         self.attach = attach
         self.model = attach.model
+        self.placement = attach.placement
         self.state = State.STARTING
         self.weights = attach.weights
         self.manifests = list(attach.manifests)
@@ -76,7 +79,7 @@ class Holding:
         """Describes the holding as it is announced."""
         return Instance(
             instance=self.name, generation=self.generation, model=self.model,
-            state=self.state, format=self.attach.format, placement=self.attach.placement,
+            state=self.state, format=self.attach.format, placement=self.placement,
             weights=self.weights, address=address, leases=leases,
             ranks=tuple(self._rank_blocks(rank) for rank in range(len(self.manifests))),
             artifacts=tuple(
@@ -91,18 +94,22 @@ class Holding:
             raise InvalidRequest(f"{len(manifests)} manifests for {len(self.manifests)} ranks")
         for old, new in zip(self.manifests, manifests, strict=True):
             check(new)
-            if difference := old.layout_difference(new):
+            # Experts that were moved leave every extent as it is, and make a new epoch.
+            moved = self.state.holds_weights and update.weights.epoch > self.weights.epoch
+            compared = old.extent_difference if moved else old.layout_difference
+            if difference := compared(new):
                 raise Refused(f"the arena has changed: {difference}")
         if update.state.holds_weights:
             if self._writers:
                 raise WrongState("the writable mapping has not been returned")
             if not verified_digest(manifests, update.weights.digest):
                 raise Refused("the manifests do not carry the weights that the engine claims")
-            self._map_for_reading()
+            self._map_for_reading(update.weights.epoch)
             self.receivers = []
         self.manifests, self.probe = manifests, update.probe or self.probe
         self.state, self.weights = update.state, update.weights
         self.model = update.model or self.model
+        self.placement = update.placement or self.placement
 
     def open_receivers(self) -> list[Receiver]:
         """Maps the arenas for writing and returns their receivers, one per rank.
@@ -143,7 +150,7 @@ class Holding:
         arena = self._begin_read(rank, epoch)
         before = arena.sequence
         try:
-            if before % 2:
+            if before % 2 or before != self._sequences[rank]:  # or was, and we heard nothing yet
                 raise EpochChanged(f"{self.name} is being updated")
             yield arena
         finally:
@@ -203,9 +210,11 @@ class Holding:
             raise
         return mapped
 
-    def _map_for_reading(self) -> None:
-        if not self._readers:
-            self._readers = self._map(writable=False)
+    def _map_for_reading(self, epoch: int) -> None:
+        known = bool(self._readers) and epoch == self.weights.epoch
+        self._readers = self._readers or self._map(writable=False)
+        if not known:
+            self._sequences = [arena.sequence for arena in self._readers]
 
     def _begin_read(self, rank: int, epoch: int) -> Arena:
         with self._lock:
