@@ -101,5 +101,10 @@ def _check_placement(settings: messages.RankConfig) -> None:
             f"device {settings.device} is not supported",
             field="device", found=settings.device, expected=" | ".join(DEVICES),
         )  # fmt: skip
+    if settings.world_size % settings.expert_parallel_size:
+        raise ConfigError(
+            f"{settings.world_size} ranks are no {settings.expert_parallel_size} equal groups",
+            field="ep",
+        )
     if not 0 <= settings.rank < settings.world_size:
         raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

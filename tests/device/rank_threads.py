@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 from tiny_llama import Sequence, start_message
 
@@ -30,7 +31,7 @@ class Ranks:
         ]
         self.ranks: list[Rank] = []
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> Self:
         self.ranks = list(self._threads.map(self._serving, self.starts))
         return self
 
