@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine_service.core.expert_map import Slots
+from engine_service.core.rank_config import RankConfig
 from engine_service.errors import ConfigError
 from relay_service import errors as relay_errors
+from relay_service.core.format import Placement
 from relay_service.core.security import Security
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -121,6 +123,24 @@ class EngineConfig:
         """Compute threads of one rank."""
         spare = (os.cpu_count() or 2) - 1
         return self.threads or max(1, spare // self.ranks)
+
+    def placement(self, expert_map: str) -> Placement:
+        """Returns where the ranks lie, with a map of experts of this digest."""
+        return Placement(
+            self.tensor_parallel_size, self.expert_parallel_size, self.redundant_experts, expert_map
+        )
+
+    def of_rank(self, rank: int, generation: str, dtype: str) -> RankConfig:
+        """Returns what one rank needs to know; `dtype` is none but its own."""
+        return RankConfig(
+            rank=rank, world_size=self.ranks, generation=generation, dtype=dtype,
+            device=self.device, threads=self.threads_per_rank,
+            kv_block_tokens=self.kv_block_tokens, kv_blocks=self.kv_blocks,
+            weight_format=self.weight_format, compiled=self.compiled,
+            collective_timeout_seconds=self.collective_timeout_seconds,
+            expert_parallel_size=self.expert_parallel_size,
+            redundant_experts=self.redundant_experts, expert_map=dict(self.expert_map),
+        )  # fmt: skip
 
     @property
     def kv_blocks(self) -> int:

@@ -74,7 +74,7 @@ class ExpertMoves:
             try:
                 for layer, slots in sorted(target.layers.items()):
                     if slots != known(self._instance).layers[layer]:
-                        await self._move(layer, slots, report)
+                        await self._try(layer, slots, report)
             finally:
                 if report.layers:
                     await self._instance.tell_relay()
@@ -89,6 +89,20 @@ class ExpertMoves:
                 "experts are moved while it serves",
                 field="state", expected="READY", found=str(lifecycle.state),
             )  # fmt: skip
+
+    async def _try(self, layer: int, slots: Slots, report: MoveReport) -> None:
+        """Moves a layer; what stops it says what became of the map."""
+        try:
+            self._check_ready()  # it may be draining by now
+            await self._move(layer, slots, report)
+        except RankDied:
+            raise
+        except EngineError as error:
+            raise type(error)(
+                f"layer {layer} stays as it was, and {report.layers} before it were moved: "
+                f"{error.message}",
+                **error.details,
+            ) from error
 
     async def _move(self, layer: int, slots: Slots, report: MoveReport) -> None:
         instance, ranks = self._instance, self._instance.ranks
@@ -107,13 +121,9 @@ class ExpertMoves:
             staged = await ranks.all([StageExperts(layer, slots, d) for d in digests], Staged)
         except RankDied:
             raise
-        except EngineError as error:
+        except EngineError:
             await ranks.same(DropExperts(), Done)
-            raise type(error)(
-                f"layer {layer} stays as it was, and {report.layers} before it were moved: "
-                f"{error.message}",
-                **error.details,
-            ) from error
+            raise
         report.seconds_staged += time.monotonic() - began
         async with instance.engine.between_steps():
             began = time.monotonic()

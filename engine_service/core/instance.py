@@ -20,7 +20,6 @@ from engine_service.core.messages import (
     Captured,
     LoadDisk,
     Loaded,
-    RankConfig,
     Recorded,
     RecordProbe,
     Start,
@@ -28,6 +27,7 @@ from engine_service.core.messages import (
 from engine_service.core.model_files import stated_dtype
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
+from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import ConfigError, NotReady, WrongState
@@ -91,11 +91,7 @@ class Instance:
     @property
     def placement(self) -> Placement:
         """Where the ranks lie."""
-        config = self.config
-        return Placement(
-            config.tensor_parallel_size, config.expert_parallel_size, config.redundant_experts,
-            self.experts.digest if self.experts else "",
-        )  # fmt: skip
+        return self.config.placement(self.experts.digest if self.experts else "")
 
     @property
     def progress(self) -> FillProgress | None:
@@ -128,7 +124,7 @@ class Instance:
         self.codec = TextCodec(files)
         with self.phases.measure("allocate"):
             await self.ranks.allocate(
-                [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
+                [Start(self._told(rank), files) for rank in range(len(self.ranks.workers))]
             )
         self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
@@ -249,16 +245,7 @@ class Instance:
         if most < limits.max_context_tokens:
             self.engine.scheduler.limits = dataclasses.replace(limits, max_context_tokens=most)
 
-    def _rank_config(self, rank: int) -> RankConfig:
+    def _told(self, rank: int) -> RankConfig:
         config = self.config
         dtype = stated_dtype(self.files) if config.dtype == "auto" else config.dtype
-        return RankConfig(
-            rank=rank, world_size=config.ranks,
-            expert_parallel_size=config.expert_parallel_size,
-            redundant_experts=config.redundant_experts, expert_map=dict(config.expert_map),
-            generation=self.identity.generation, dtype=dtype, device=config.device,
-            threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
-            kv_blocks=config.kv_blocks, weight_format=config.weight_format,
-            compiled=config.compiled,
-            collective_timeout_seconds=config.collective_timeout_seconds,
-        )  # fmt: skip
+        return config.of_rank(rank, self.identity.generation, dtype)

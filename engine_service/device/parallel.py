@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import RankConfig
+from engine_service.core.rank_config import RankConfig
 from engine_service.errors import CollectiveFailed, ConfigError
 
 _distributed: Any = torch.distributed  # its stubs lack much of what it has

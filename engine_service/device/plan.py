@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine_service.core import messages
 from engine_service.core.expert_map import RankExperts
+from engine_service.core.rank_config import RankConfig
 from engine_service.device.config import ModelConfig, parse_config
 from engine_service.device.dtypes import served_dtype
 from engine_service.device.formats.layouts import Layout, choose_layout
@@ -79,7 +80,7 @@ def plan(start: messages.Start) -> Plan:
     return Plan(config, dtype, shard, layout, manifest, memory, facts)
 
 
-def _shard(config: ModelConfig, settings: messages.RankConfig) -> Shard:
+def _shard(config: ModelConfig, settings: RankConfig) -> Shard:
     parts = settings.tensor_parallel_size
     check_divides(config, parts)
     group, part = divmod(settings.rank, parts)
@@ -95,7 +96,7 @@ def _shard(config: ModelConfig, settings: messages.RankConfig) -> Shard:
     return Shard(part, parts, RankExperts(experts, group))
 
 
-def _check_placement(settings: messages.RankConfig) -> None:
+def _check_placement(settings: RankConfig) -> None:
     if settings.device not in DEVICES:
         raise ConfigError(
             f"device {settings.device} is not supported",

@@ -69,6 +69,7 @@ def test_equal_fingerprints_are_equal_facts(left, right):
             instance(placement=Placement(1, 4)),
             "expert_parallel_size: seed 4, target 1",
         ),
+        (instance(placement=Placement(1, 1, 2)), "redundant_experts: seed 2, target 0"),
     ],
 )
 def test_reasons(source, reason):
@@ -94,3 +95,10 @@ def test_order():
         instance("target"),
     ]
     assert [m.instance.instance for m in match(TARGET, fleet)] == ["b", "a", "c", "d"]
+
+
+def test_a_map_is_named_where_everything_else_is_the_same():
+    """Its digest is what two instances can compare."""
+    seed, target = Placement(2, 2, 4, "ab12"), Placement(2, 2, 4, "cd34")
+    assert seed.difference(target) == "expert_map: seed ab12, target cd34"
+    assert seed.difference(seed) == ""

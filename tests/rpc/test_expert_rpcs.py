@@ -169,7 +169,11 @@ async def test_streams_go_on_and_kv_stays(experts):
     reading = experts.client.generate(engine_pb2.GenerateRequest(**tokens(1, max_tokens=40)))
     chunks = [await anext(reading)]
     experts.ranks.may_move.clear()
+    experts.ranks.gate.clear()
     changing = asyncio.create_task(experts.client.set_expert_map([_layer(1, NEW)]))
+    await eventually(lambda: experts.ranks.asked)
+    assert not experts.ranks.moving.is_set(), "a step was running"
+    experts.ranks.gate.set()
     await experts.ranks.moving.wait()
     steps = len(experts.ranks.steps)
     for _ in range(20):
