@@ -131,7 +131,7 @@ class EngineConfig:
         )
 
     def of_rank(self, rank: int, generation: str, dtype: str) -> RankConfig:
-        """Returns what one rank needs to know; `dtype` is none but its own."""
+        """Returns what one rank is told; `dtype` is the one it serves in, never `auto`."""
         return RankConfig(
             rank=rank, world_size=self.ranks, generation=generation, dtype=dtype,
             device=self.device, threads=self.threads_per_rank,
