@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach, Update
-from relay_service.core.instance import Artifact, Instance, RankBlocks, State, verified_digest
+from relay_service.core.instance import (
+    Artifact,
+    Instance,
+    RankBlocks,
+    State,
+    Weights,
+    verified_digest,
+)
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Arena, MapArena
@@ -104,10 +111,10 @@ class Holding:
                 raise WrongState("the writable mapping has not been returned")
             if not verified_digest(manifests, update.weights.digest):
                 raise Refused("the manifests do not carry the weights that the engine claims")
-            self._map_for_reading(update.weights.epoch)
+            self._readers = self._readers or self._map(writable=False)
             self.receivers = []
         self.manifests, self.probe = manifests, update.probe or self.probe
-        self.state, self.weights = update.state, update.weights
+        self._follow(update.state, update.weights)
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
 
@@ -147,10 +154,10 @@ class Holding:
         Raises `EpochChanged` when the weights are, or became, others than those
         of `epoch`; that comes before whatever the reader made of the bytes.
         """
-        arena = self._begin_read(rank, epoch)
+        arena, known = self._begin_read(rank, epoch)
         before = arena.sequence
         try:
-            if before % 2 or before != self._sequences[rank]:  # or was, and we heard nothing yet
+            if before % 2 or before != known:  # or was, and we have not heard of it yet
                 raise EpochChanged(f"{self.name} is being updated")
             yield arena
         finally:
@@ -210,20 +217,22 @@ class Holding:
             raise
         return mapped
 
-    def _map_for_reading(self, epoch: int) -> None:
-        known = bool(self._readers) and epoch == self.weights.epoch
-        self._readers = self._readers or self._map(writable=False)
-        if not known:
-            self._sequences = [arena.sequence for arena in self._readers]
+    def _follow(self, state: State, weights: Weights) -> None:
+        """Takes state and weights over; what is news of either is what the arenas hold now."""
+        with self._lock:
+            known = self.state.holds_weights and weights.epoch == self.weights.epoch
+            if state.holds_weights and not known:
+                self._sequences = [arena.sequence for arena in self._readers]
+            self.state, self.weights = state, weights
 
-    def _begin_read(self, rank: int, epoch: int) -> Arena:
+    def _begin_read(self, rank: int, epoch: int) -> tuple[Arena, int]:
         with self._lock:
             if not 0 <= rank < len(self._readers):
                 raise NotFound(f"{self.name} has no readable rank {rank}")
             if self.weights.epoch != epoch:
                 raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
             self._reads += 1
-            return self._readers[rank]
+            return self._readers[rank], self._sequences[rank]
 
     def _end_read(self) -> None:
         with self._lock:

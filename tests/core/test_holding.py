@@ -306,6 +306,9 @@ def test_reading_while_a_commit_is_applied(host):
     seed.apply(told)  # the same word again is no news of that
     with pytest.raises(EpochChanged, match="is being updated"):
         read(seed, 2)
+    for state in (State.UPDATING, State.READY):  # an update that came to nothing
+        seed.apply(replace(told, state=state))
+    assert same_weights(LAYOUT, read(seed, 2), DATA)
 
 
 def test_changing_comes_before_what_the_reader_made_of_it(host):
