@@ -166,10 +166,11 @@ async def test_streams_go_on_and_kv_stays(experts):
     """No step runs while experts are put into place; no KV is computed again."""
     prompt = tuple(range(20))
     await experts.answer(**tokens(*prompt))
-    reading = experts.client.generate(engine_pb2.GenerateRequest(**tokens(1, max_tokens=40)))
-    chunks = [await anext(reading)]
     experts.ranks.may_move.clear()
     experts.ranks.gate.clear()
+    experts.ranks.stepping.clear()
+    reading = asyncio.create_task(experts.answer(**tokens(1, max_tokens=40)))
+    await experts.ranks.stepping.wait()
     changing = asyncio.create_task(experts.client.set_expert_map([_layer(1, NEW)]))
     await eventually(lambda: experts.ranks.asked)
     assert not experts.ranks.moving.is_set(), "a step was running"
@@ -181,7 +182,7 @@ async def test_streams_go_on_and_kv_stays(experts):
     assert len(experts.ranks.steps) == steps
     experts.ranks.may_move.set()
     await changing
-    chunks += [chunk async for chunk in reading]
+    chunks = await reading
     assert [t for chunk in chunks for t in chunk.token_ids] == list(range(2, 42))
     spans = chunks[-1].version_spans
     assert [(span.weight_version, span.epoch) for span in spans] == [("v1", 1), ("v1", 2)]
