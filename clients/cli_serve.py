@@ -8,6 +8,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -56,11 +57,20 @@ def engine(
     weight_version: Annotated[str, typer.Option(help="Name of the weights on disk.")] = "v0",
     instance_name: Annotated[str, typer.Option(help="Name in the fleet.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that others shall use.")] = "",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that split every matrix.", min=1)] = 1,
     collective_timeout: Annotated[
         float, typer.Option(help="Seconds in which all ranks must come to a collective.")
     ] = 30,
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks.", min=1)] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Groups of --tp ranks over which experts are spread.", min=1)
+    ] = 1,
+    redundant_experts: Annotated[
+        int, typer.Option(help="Replicas in each layer, beyond one of each expert.", min=0)
+    ] = 0,
+    expert_map: Annotated[
+        Path | None,
+        typer.Option(help="JSON file: experts by layer, group and slot; in a row unless named."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     weight_format: Annotated[
         str, typer.Option(help="auto, plain, packed, int8, fp8, fp8-ue8m0 or int4.")
@@ -96,6 +106,7 @@ def engine(
 ) -> None:
     """Run an engine service: one model behind gRPC."""
     from engine_service.config import EngineConfig
+    from engine_service.core.expert_map import read_map
     from engine_service.errors import ConfigError, EngineError
     from engine_service.start import serve
     from relay_service.core.rate import parse_rate
@@ -105,7 +116,8 @@ def engine(
             model=model, listen=listen, load_format=load_format, relay=relay, source=source,
             weight_version=weight_version, instance_name=instance_name, advertise=advertise,
             tensor_parallel_size=tp, collective_timeout_seconds=collective_timeout,
-            expert_parallel_size=ep, dtype=dtype,
+            expert_parallel_size=ep, redundant_experts=redundant_experts,
+            expert_map=read_map(expert_map) if expert_map else {}, dtype=dtype,
             weight_format=weight_format, compiled=compiled, device=device,
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),

@@ -101,6 +101,28 @@ class EngineClient:
         status: engine_pb2.EngineStatus = response.status
         return status
 
+    async def expert_map(self, layers: Iterable[int] = ()) -> engine_pb2.GetExpertMapResponse:
+        """Returns where the experts of some layers lie, or of all."""
+        request = engine_pb2.GetExpertMapRequest(layers=layers)
+        try:
+            response = await self._stub.GetExpertMap(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        found: engine_pb2.GetExpertMapResponse = response
+        return found
+
+    async def set_expert_map(
+        self, layers: Iterable[engine_pb2.LayerExperts], timeout: float | None = None
+    ) -> engine_pb2.SetExpertMapResponse:
+        """Moves experts to where some layers shall have them; an engine goes on after `timeout`."""
+        request = engine_pb2.SetExpertMapRequest(layers=layers)
+        try:
+            response = await self._stub.SetExpertMap(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        done: engine_pb2.SetExpertMapResponse = response
+        return done
+
     async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
         """Yields the state now and at every change."""
         async for response in self._stream(self._stub.WatchStatus(engine_pb2.WatchStatusRequest())):

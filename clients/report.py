@@ -52,6 +52,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             "kv_block_tokens": status.limits.kv_block_tokens,
             "prefill_chunk_tokens": status.limits.prefill_chunk_tokens,
         },
+        "placement": placement(status.placement),
         "format_fingerprint": status.format.fingerprint,
         "progress": progress(status.progress) if status.HasField("progress") else None,
         "fill": pull(status.fill) if status.HasField("fill") else None,
@@ -60,6 +61,42 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             for p in status.phases
         ],
     }  # fmt: skip
+
+
+def placement(message: weights_pb2.Placement) -> dict[str, Any]:
+    """Returns where ranks lie."""
+    return {
+        "tensor_parallel_size": message.tensor_parallel_size,
+        "expert_parallel_size": message.expert_parallel_size,
+        "redundant_experts": message.redundant_experts,
+        "expert_map": message.expert_map,
+    }
+
+
+def expert_map(message: engine_pb2.ExpertMap) -> dict[str, Any]:
+    """Returns where experts lie: a layer's slots by group of ranks, and digests by expert."""
+    return {
+        "expert_count": message.expert_count,
+        "placement": placement(message.placement),
+        "layers": {
+            str(one.layer): [list(group.experts) for group in one.groups] for one in message.layers
+        },
+        "digests": {str(one.layer): [d.hex() for d in one.digests] for one in message.layers},
+    }
+
+
+def expert_moves(message: engine_pb2.SetExpertMapResponse) -> dict[str, Any]:
+    """Returns what a change of the map did."""
+    return {
+        **expert_map(message.map),
+        "epoch": message.epoch,
+        "weights_digest": message.weights_digest,
+        "layers_changed": message.layers_changed,
+        "experts_moved": message.experts_moved,
+        "bytes_moved": message.bytes_moved,
+        "seconds_staged": message.seconds_staged,
+        "seconds_paused": message.seconds_paused,
+    }
 
 
 def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:

@@ -102,11 +102,11 @@ def _check_device(config: EngineConfig) -> None:
         count = len(cuda_driver.load().devices())
     except DeviceError as error:
         raise ConfigError.of(error) from error
-    if count < config.tensor_parallel_size:
+    if count < config.ranks:
         raise ConfigError(
-            f"{config.tensor_parallel_size} ranks need a CUDA device each, there are {count}",
-            field="tp", expected=str(config.tensor_parallel_size), found=str(count),
-            hint="lower --tp, or show more devices with CUDA_VISIBLE_DEVICES",
+            f"{config.ranks} ranks need a CUDA device each, there are {count}",
+            field="tp", expected=str(config.ranks), found=str(count),
+            hint="lower --tp or --ep, or show more devices with CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
 
 

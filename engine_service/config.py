@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine_service.core.expert_map import Slots
+from engine_service.core.rank_config import RankConfig
 from engine_service.errors import ConfigError
 from relay_service import errors as relay_errors
+from relay_service.core.format import Placement
 from relay_service.core.security import Security
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,7 +42,11 @@ class EngineConfig:
     collective_timeout_seconds: float = 30.0
     """Time in which all ranks must come to what they compute together."""
     expert_parallel_size: int = 1
-    """Expert-parallel ranks."""
+    """Groups of tensor-parallel ranks over which experts are spread."""
+    redundant_experts: int = 0
+    """Replicas of experts in each layer, beyond one of each."""
+    expert_map: Mapping[int, Slots] = field(default_factory=dict)
+    """Layers whose experts shall not lie in a row."""
     dtype: str = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own."""
     weight_format: str = "auto"
@@ -95,21 +103,44 @@ class EngineConfig:
         _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
-        if self.expert_parallel_size != 1:
-            raise ConfigError("expert-parallel ranks are not supported", field="ep", expected="1")
+        if self.redundant_experts < 0:
+            raise ConfigError("redundant_experts is below 0", field="redundant_experts")
         for name in (
-            "tensor_parallel_size", "collective_timeout_seconds", "deadline_seconds",
-            "max_context_tokens", "kv_cache_tokens", "kv_block_tokens", "max_running",
-            "max_waiting", "prefill_chunk_tokens",
+            "tensor_parallel_size", "expert_parallel_size", "collective_timeout_seconds",
+            "deadline_seconds", "max_context_tokens", "kv_cache_tokens", "kv_block_tokens",
+            "max_running", "max_waiting", "prefill_chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)
 
     @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel_size * self.expert_parallel_size
+
+    @property
     def threads_per_rank(self) -> int:
         """Compute threads of one rank."""
         spare = (os.cpu_count() or 2) - 1
-        return self.threads or max(1, spare // self.tensor_parallel_size)
+        return self.threads or max(1, spare // self.ranks)
+
+    def placement(self, expert_map: str) -> Placement:
+        """Returns where the ranks lie, with a map of experts of this digest."""
+        return Placement(
+            self.tensor_parallel_size, self.expert_parallel_size, self.redundant_experts, expert_map
+        )
+
+    def of_rank(self, rank: int, generation: str, dtype: str) -> RankConfig:
+        """Returns what one rank is told; `dtype` is the one it serves in, never `auto`."""
+        return RankConfig(
+            rank=rank, world_size=self.ranks, generation=generation, dtype=dtype,
+            device=self.device, threads=self.threads_per_rank,
+            kv_block_tokens=self.kv_block_tokens, kv_blocks=self.kv_blocks,
+            weight_format=self.weight_format, compiled=self.compiled,
+            collective_timeout_seconds=self.collective_timeout_seconds,
+            expert_parallel_size=self.expert_parallel_size,
+            redundant_experts=self.redundant_experts, expert_map=dict(self.expert_map),
+        )  # fmt: skip
 
     @property
     def kv_blocks(self) -> int:

@@ -16,7 +16,7 @@ async def serve(config: EngineConfig) -> str:
     Returns the address at which to start again, if it shall. Raises `EngineError` when it
     cannot listen, or can never be ready.
     """
-    ranks = await RankGroup.spawn(config.tensor_parallel_size, config.threads_per_rank)
+    ranks = await RankGroup.spawn(config.ranks, config.threads_per_rank)
     try:
         from engine_service import app
 

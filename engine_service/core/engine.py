@@ -7,8 +7,8 @@ bookkeeping needs no locks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from engine_service.core.messages import Row, Sampled
 from engine_service.core.ports import Runner
@@ -29,6 +29,7 @@ class Engine:
         self._runner = runner
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
+        self._stepping = asyncio.Lock()
         self._expected: dict[str, bool] = {}
         """Requests on their way, by name: whether somebody has ended them already."""
 
@@ -78,6 +79,12 @@ class Engine:
         self.scheduler.abort(sequences, self.weights)
         return len(sequences)
 
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[None]:
+        """Holds the next step back, once the present one has been published."""
+        async with self._stepping:
+            yield
+
     async def run(self) -> None:
         """Runs steps for ever. A step that fails ends its own streams with the error.
 
@@ -85,7 +92,12 @@ class Engine:
         """
         try:
             while True:
-                await self._step()
+                async with self._stepping:
+                    ran = await self._step()
+                if not ran:
+                    await self._work.wait()
+                # A step that never waits would keep the readers of its own tokens waiting.
+                await asyncio.sleep(0)
         except RankDied as error:
             self.scheduler.fail_all(error)
             self._idle.set()
@@ -95,17 +107,17 @@ class Engine:
         """Waits until nothing runs and nothing waits."""
         await self._idle.wait()
 
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """Runs a step; returns False when there is nothing to do."""
         weights = self.weights
         batch = self.scheduler.schedule(weights)
         if not batch:
             self._work.clear()
             self._idle.set()
-            await self._work.wait()
-            return
+            return False
         batch, rows = self._rows(batch)
         if not rows:
-            return
+            return True
         try:
             sampled = await self._sample(rows)
         except RankDied:
@@ -114,8 +126,7 @@ class Engine:
             self.scheduler.fail(batch, error)
         else:
             self.scheduler.commit(batch, sampled, weights)
-        # A step that never waits would keep the readers of its own tokens waiting.
-        await asyncio.sleep(0)
+        return True
 
     def _rows(self, batch: list[Sequence]) -> tuple[list[Sequence], tuple[Row, ...]]:
         """Returns whoever has a row in the step, and the rows; who can have none fails alone."""

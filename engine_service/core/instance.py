@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
 from engine_service.core.engine import Engine
+from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.messages import (
     Capture,
     Captured,
     LoadDisk,
     Loaded,
-    RankConfig,
     Recorded,
     RecordProbe,
     Start,
@@ -27,6 +27,7 @@ from engine_service.core.messages import (
 from engine_service.core.model_files import stated_dtype
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
+from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import ConfigError, NotReady, WrongState
@@ -68,6 +69,8 @@ class Instance:
         self.has_served = False
         """Whether it was ever ready."""
         self.manifests: list[Manifest] = []
+        self.experts: ExpertMap | None = None
+        """Where the experts lie; none for a model without, and before the ranks are up."""
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
@@ -88,7 +91,7 @@ class Instance:
     @property
     def placement(self) -> Placement:
         """Where the ranks lie."""
-        return Placement(tensor_parallel_size=self.config.tensor_parallel_size)
+        return self.config.placement(self.experts.digest if self.experts else "")
 
     @property
     def progress(self) -> FillProgress | None:
@@ -121,10 +124,11 @@ class Instance:
         self.codec = TextCodec(files)
         with self.phases.measure("allocate"):
             await self.ranks.allocate(
-                [Start(self._rank_config(rank), files) for rank in range(len(self.ranks.workers))]
+                [Start(self._told(rank), files) for rank in range(len(self.ranks.workers))]
             )
         self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
+        self.experts = self.ranks.arenas[0].experts
 
     async def load(self) -> None:
         """Reads the weights from the model folder. Raises `CheckpointError`."""
@@ -241,14 +245,7 @@ class Instance:
         if most < limits.max_context_tokens:
             self.engine.scheduler.limits = dataclasses.replace(limits, max_context_tokens=most)
 
-    def _rank_config(self, rank: int) -> RankConfig:
+    def _told(self, rank: int) -> RankConfig:
         config = self.config
         dtype = stated_dtype(self.files) if config.dtype == "auto" else config.dtype
-        return RankConfig(
-            rank=rank, world_size=config.tensor_parallel_size,
-            generation=self.identity.generation, dtype=dtype, device=config.device,
-            threads=config.threads_per_rank, kv_block_tokens=config.kv_block_tokens,
-            kv_blocks=config.kv_blocks, weight_format=config.weight_format,
-            compiled=config.compiled,
-            collective_timeout_seconds=config.collective_timeout_seconds,
-        )  # fmt: skip
+        return config.of_rank(rank, self.identity.generation, dtype)

@@ -9,28 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
+from engine_service.core.expert_map import ExpertMap
+from engine_service.core.expert_messages import ExpertCommand, ExpertReply
+from engine_service.core.rank_config import RankConfig
 from relay_service.core.manifest import Manifest
-
-
-class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a rank needs to know before it starts."""
-
-    rank: int
-    world_size: int
-    generation: str
-    dtype: str
-    """`float32`, `bfloat16` or `float16`."""
-    device: str
-    threads: int
-    kv_block_tokens: int
-    kv_blocks: int
-    weight_format: str = "auto"
-    """How weight matrices are held: a format's name, or `auto`."""
-    compiled: str = "off"
-    """Whether a decode layer that was compiled ahead of time serves: `off`, `auto` where there
-    is one, or `require` it."""
-    collective_timeout_seconds: float = 30.0
-    """Time in which all ranks must come to what they compute together."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +137,8 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     address: int
     page_kind: str
     descriptors: int
+    experts: ExpertMap | None = None
+    """Where the experts of all ranks lie; none for a model without."""
 
 
 class Captured(msgspec.Struct, frozen=True, tag=True):
@@ -228,8 +212,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     details: dict[str, str]
 
 
-Command = Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-Reply = Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+Command = (
+    Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
+    | ExpertCommand
+)  # fmt: skip
+Reply = (
+    Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+    | ExpertReply
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -8,19 +8,30 @@ the host, `cuda_arena` on a device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import ArenaError
-from relay_service.core.manifest import Manifest, TensorEntry, block_digest
+from relay_service.core.manifest import Manifest, TensorEntry, Unit, block_digest
 from relay_service.memory.host import is_sealed, seal
+
+
+class _Memory(Protocol):
+    """What an arena's memory tells whoever reads it."""
+
+    sequence: int
+    """Odd while a commit is applied, and another number after it."""
 
 
 class Arena(ABC):
     """One rank's weights. Lives as long as the process: views of it are everywhere."""
 
+    _memory: _Memory
     descriptors: tuple[int, ...]
     """What others map the memory by; the first one carries header and seal."""
 
@@ -89,6 +100,30 @@ class Arena(ABC):
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's storage is the arena."""
         return tensor.untyped_storage().data_ptr() == self._bytes.untyped_storage().data_ptr()
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Lets readers know that what they read meanwhile, or have read so far, is no whole.
+
+        After an error they are never told otherwise: nobody knows what lies there.
+        """
+        self._memory.sequence += 1
+        yield
+        self.flush()
+        self._memory.sequence += 1
+
+    def bytes_of(self, unit: Unit) -> Tensor:
+        """Returns a unit's bytes where they lie, uint8 `[unit.nbytes]`."""
+        return self._bytes[unit.offset : unit.offset + unit.nbytes]
+
+    def rename(self, units: Iterable[Unit]) -> None:
+        """Takes units of the same extents as some that are here, called otherwise."""
+        before, self.manifest = self.manifest, self.manifest.renamed(units)
+        self.tensors = {
+            new.name: self.tensors[old.name]
+            for old_unit, new_unit in zip(before.units, self.manifest.units, strict=True)
+            for old, new in zip(old_unit.tensors, new_unit.tensors, strict=True)
+        }
 
     def digested(self) -> Manifest:
         """Returns the manifest with digests of the current contents: a pass over all bytes."""

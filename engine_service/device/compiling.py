@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.export import Dim, export
 
-from engine_service.core.messages import RankConfig, Start
+from engine_service.core.messages import Start
+from engine_service.core.rank_config import RankConfig
 from engine_service.device import precompiled
 from engine_service.device.config import parse_config
 from engine_service.device.formats.operators import with_operators

@@ -23,6 +23,8 @@ from relay_service.memory.cuda_port import Driver
 class CudaArena(Arena):
     """Weights on a device; blocks are built in pinned memory and copied while the next is."""
 
+    _memory: cuda.CudaArena
+
     def __init__(
         self,
         manifest: Manifest,

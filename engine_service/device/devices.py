@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_service.core.messages import RankConfig
+from engine_service.core.rank_config import RankConfig
 from engine_service.device.arena import Arena
 from engine_service.device.cuda_arena import CudaArena
 from engine_service.device.cuda_graphs import CudaGraphRunner

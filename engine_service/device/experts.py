@@ -2,7 +2,8 @@
 
 What a token chooses is computed by ordinary operators. Which rows then go through which
 expert depends on that, so a captured graph holds one call: it reads the choice when it is
-replayed. A map says which physical slot of this rank holds a logical expert.
+replayed. A map says which physical slot of this rank holds a logical expert; rows take turns
+among the replicas of one, so that just one rank computes each row of it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def mix(
         hidden: `[tokens, hidden_size]`.
         chosen: Logical experts, int64 `[tokens, top_k]`.
         weights: Float32, like `chosen`.
-        placement: The slot that holds each logical expert, int64 `[experts]`; -1 for one
-            that this rank doesn't hold, whose part is then left out.
+        placement: The slot that serves each logical expert at each turn, int64
+            `[experts, turns]`; -1 where another rank does, whose part is then left out.
         slots: The physical experts of this rank.
 
     Returns:
@@ -85,7 +86,14 @@ def _mix(
         )
         return traced
     compute = _on_host if hidden.device.type == "cpu" else _on_device
-    return compute(hidden, placement[chosen], weights, stored, form).to(hidden.dtype)
+    slots = placement[chosen, _turns(chosen, placement.shape[1])]
+    return compute(hidden, slots, weights, stored, form).to(hidden.dtype)
+
+
+def _turns(chosen: Tensor, count: int) -> Tensor:
+    """Rows, and experts among each other, are out of step: no rank gets all the first turns."""
+    rows = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+    return (rows + chosen) % count
 
 
 def _on_host(hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str) -> Tensor:

@@ -16,6 +16,8 @@ from relay_service.memory.host import HostArena
 class MemfdArena(Arena):
     """Weights in a memfd; blocks are built where they stay."""
 
+    _memory: HostArena
+
     def __init__(self, manifest: Manifest, generation: str, memory: Memory | None = None) -> None:
         """Takes over memory that was allocated for the manifest, or allocates it, all zero.
 

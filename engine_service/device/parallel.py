@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import RankConfig
+from engine_service.core.rank_config import RankConfig
 from engine_service.errors import CollectiveFailed, ConfigError
 
 _distributed: Any = torch.distributed  # its stubs lack much of what it has
@@ -58,37 +59,79 @@ class Group:
         result: Tensor = torch.ops.seedrelay.gather.default(part, self.name, self.ranks)
         return result
 
+    def send(self, data: Tensor, to: int) -> None:
+        """Gives one rank bytes, which it must `receive`. Raises `CollectiveFailed`."""
+        group, rank = _joined[self.name]
+        try:
+            group.send([data], to, 0).wait()
+        except RuntimeError as error:
+            raise _failed(f"transfer to rank {to}", rank, error) from error
+
+    def receive(self, into: Tensor, source: int) -> None:
+        """Takes bytes from one rank, in place. Raises `CollectiveFailed`."""
+        group, rank = _joined[self.name]
+        try:
+            group.recv([into], source, 0).wait()
+        except RuntimeError as error:
+            raise _failed(f"transfer from rank {source}", rank, error) from error
+
 
 ALONE = Group()
+
+
+class Groups(NamedTuple):
+    """Whom a rank computes together with."""
+
+    tensor: Group = ALONE
+    """Those that hold the other parts of what every token goes through."""
+    world: Group = ALONE
+    """All of the instance: those that hold the other experts, and parts of them."""
+
+
+NOBODY = Groups()
 
 
 Meet = Callable[[Any, RankConfig], Any]
 """Opens a process group: takes a store that all ranks share, and who this one is."""
 
 
-def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Group:
+def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Groups:
     """Meets the other ranks of an instance; returns once all are there.
 
     `rendezvous_fd` is a memory file that all of them inherited. Raises `CollectiveFailed`
     when a rank stays away beyond `collective_timeout_seconds`.
     """
     if settings.world_size == 1:
-        return ALONE
+        return NOBODY
     if rendezvous_fd < 0:
         raise ConfigError(f"{settings.world_size} ranks have nowhere to meet", field="tp")
-    name = settings.generation
     try:
         store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
         store.set_timeout(_timeout(settings))
-        group = meet(_distributed.PrefixStore(name, store), settings)
+        return meet_all(store, settings, meet)
     except RuntimeError as error:
         raise CollectiveFailed(
             f"rank {settings.rank} of {settings.world_size} did not meet the others within "
             f"{settings.collective_timeout_seconds:g} s: {_first_line(error)}",
             rank=str(settings.rank),
         ) from error
-    _joined[name] = group, settings.rank
-    return Group(settings.rank, settings.world_size, name)
+
+
+def meet_all(store: Any, settings: RankConfig, meet: Meet) -> Groups:
+    """Opens the groups of a rank, in the same order on every rank. Raises `RuntimeError`."""
+    world = _open(store, settings.generation, settings, meet)
+    parts = settings.tensor_parallel_size
+    if parts in (1, settings.world_size):
+        return Groups(ALONE if parts == 1 else world, world)
+    own = msgspec.structs.replace(settings, rank=settings.rank % parts, world_size=parts)
+    name = f"{settings.generation}.{settings.rank // parts}"
+    return Groups(_open(store, name, own, meet), world)
+
+
+def _open(store: Any, name: str, settings: RankConfig, meet: Meet) -> Group:
+    own = f"{name} {settings.rank}"  # ranks may share a process, as tests do
+    _joined[own] = meet(_distributed.PrefixStore(name, store), settings), settings.rank
+    return Group(settings.rank, settings.world_size, own)
 
 
 def meet_over_gloo(store: Any, settings: RankConfig) -> Any:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_service.core import messages
+from engine_service.core.expert_map import RankExperts
+from engine_service.core.rank_config import RankConfig
 from engine_service.device.config import ModelConfig, parse_config
 from engine_service.device.dtypes import served_dtype
 from engine_service.device.formats.layouts import Layout, choose_layout
 from engine_service.device.models import llama_format
-from engine_service.device.sharding import Shard, check_divides
-from engine_service.errors import ConfigError, ModelError
+from engine_service.device.sharding import Shard, check_divides, place_experts
+from engine_service.errors import ConfigError, InvalidRequest, ModelError
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import lay_out
 from relay_service.core.manifest import Manifest
@@ -63,15 +65,14 @@ def plan(start: messages.Start) -> Plan:
     """Lays out this rank's part of a model and allocates it.
 
     Raises `ModelError` for a model that is not supported or cannot be split, `ConfigError`
-    for a placement that isn't, `relay_service.errors.ResourceExhausted`.
+    for a placement or an expert map that isn't, `relay_service.errors.ResourceExhausted`.
     """
     settings = start.config
     _check_placement(settings)
     if "config.json" not in start.files:
         raise ModelError("the model has no config.json", file="config.json")
     config, dtype = parse_config(start.files["config.json"]), served_dtype(settings.dtype)
-    shard = Shard(settings.rank, settings.world_size)
-    check_divides(config, settings.world_size)
+    shard = _shard(config, settings)
     layout = choose_layout(settings.weight_format, dtype, settings.device)
     manifest = lay_out(settings.rank, llama_format.unit_specs(config, dtype, shard, layout))
     memory = allocate(manifest, settings.generation) if settings.device == "cpu" else None
@@ -79,11 +80,32 @@ def plan(start: messages.Start) -> Plan:
     return Plan(config, dtype, shard, layout, manifest, memory, facts)
 
 
-def _check_placement(settings: messages.RankConfig) -> None:
+def _shard(config: ModelConfig, settings: RankConfig) -> Shard:
+    parts = settings.tensor_parallel_size
+    check_divides(config, parts)
+    group, part = divmod(settings.rank, parts)
+    experts = place_experts(config, settings.expert_parallel_size, settings.redundant_experts)
+    if experts is None:
+        if settings.expert_map:
+            raise ConfigError("an expert map is for a model with experts", field="expert_map")
+        return Shard(part, parts)
+    try:
+        experts = experts.changed(settings.expert_map)
+    except InvalidRequest as error:
+        raise ConfigError(error.message, field="expert_map") from error
+    return Shard(part, parts, RankExperts(experts, group))
+
+
+def _check_placement(settings: RankConfig) -> None:
     if settings.device not in DEVICES:
         raise ConfigError(
             f"device {settings.device} is not supported",
             field="device", found=settings.device, expected=" | ".join(DEVICES),
         )  # fmt: skip
+    if settings.world_size % settings.expert_parallel_size:
+        raise ConfigError(
+            f"{settings.world_size} ranks are no {settings.expert_parallel_size} equal groups",
+            field="ep",
+        )
     if not 0 <= settings.rank < settings.world_size:
         raise ConfigError(f"there is no rank {settings.rank} of {settings.world_size}", field="tp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from engine_service.core import messages
 from engine_service.device import probe
 from engine_service.device.audit import audit
 from engine_service.device.devices import open_device
+from engine_service.device.expert_moves import ExpertMover
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.loading import load
 from engine_service.device.models import llama_format
@@ -17,7 +17,7 @@ from engine_service.device.models.llama import Llama
 from engine_service.device.parallel import join
 from engine_service.device.plan import Plan, plan
 from engine_service.device.runner import Runner
-from engine_service.device.sharding import rank_config
+from engine_service.device.sharding import Shard, rank_config
 from engine_service.device.tolerance import tolerance
 from engine_service.errors import WrongState
 
@@ -37,18 +37,24 @@ class Rank:
         `CollectiveFailed` when another rank stays away.
         """
         settings, planned = start.config, planned or plan(start)
-        self.config, self.shard = planned.config, planned.shard
+        self.config = planned.config
         self.facts, self.layout = planned.facts, planned.layout
         device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
-        own = rank_config(self.config, self.shard)
-        group = join(settings, rendezvous_fd, device.meet)
-        self.model = Llama(own, self.arena.tensors, group, planned.layout)
+        own = rank_config(planned.config, planned.shard)
+        groups = join(settings, rendezvous_fd, device.meet)
+        self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
+        self.experts = ExpertMover(planned, self.arena, self.model, groups.world)
         self.cache = KVCache(
             own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens, device.torch
         )
         self.graphs = device.graphs(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds of the model."""
+        return self.experts.shard
 
     def allocated(self) -> messages.Allocated:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
@@ -60,6 +66,7 @@ class Rank:
             address=arena.address,
             page_kind=arena.page_kind,
             descriptors=len(arena.descriptors),
+            experts=self.shard.experts.map if self.shard.experts else None,
         )
 
     def capture(self) -> None:
@@ -83,7 +90,7 @@ class Rank:
             llama_format.checkpoint_slices(self.config, self.shard, self.layout),
             llama_format.computed_tensors(self.config),
             self.model.matrices(),
-            unread=functools.partial(llama_format.is_unread, self.config),
+            unread=llama_format.unread_by(self.config, self.shard),
             progress=progress,
         )
         self.arena.seal()

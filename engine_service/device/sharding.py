@@ -1,17 +1,24 @@
 """Which part of a model each rank holds. Plain arithmetic, no tensors.
 
-Heads, feed-forward and vocabulary are cut into equal runs, one per rank. Key-value heads
+An instance has tp x ep ranks; rank `e * tp + t` is part `t` of expert-parallel group `e`.
+Whatever every token goes through (attention, dense and shared feed-forwards, vocabulary) is
+cut into tp parts, and each group holds all of them: a group that is lost takes nothing with
+it but experts. Routed experts are spread over the groups as a map says, and each is cut into
+tp parts within its group.
+
+Heads, feed-forward and vocabulary are cut into equal runs, one per part. Key-value heads
 are cut too while there are enough of them; beyond that several ranks hold the same one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import msgspec
 
+from engine_service.core.expert_map import ExpertMap, RankExperts
 from engine_service.device.config import ModelConfig
 from engine_service.errors import UnsupportedModel
 from relay_service.core.cut import Part
@@ -22,6 +29,12 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int = 0
     ranks: int = 1
+    experts: RankExperts | None = None
+    """Which experts are in the slots of this rank; none where it holds all, in their order."""
+
+    def slots(self, layer: int, experts: int) -> Sequence[int]:
+        """Returns the expert in each slot of a layer that has so many."""
+        return self.experts.slots(layer) if self.experts else range(experts)
 
     def cut(self, size: int) -> tuple[int, int]:
         """Returns first and count of this part of `size` things."""
@@ -100,6 +113,35 @@ def check_divides(config: ModelConfig, ranks: int) -> None:
             raise _uneven(what, size, ranks)
     if config.kv_heads % ranks and ranks % config.kv_heads:
         raise _uneven("key-value heads", config.kv_heads, ranks)
+
+
+def place_experts(config: ModelConfig, groups: int, redundant: int) -> ExpertMap | None:
+    """Spreads the experts over groups of ranks, each in as many slots; none for a dense model.
+
+    Raises `UnsupportedModel` with the numbers when that cannot be done.
+    """
+    moe = config.moe
+    if moe is None:
+        if groups == 1 and not redundant:
+            return None
+        field, found = ("ep", groups) if groups > 1 else ("redundant_experts", redundant)
+        raise UnsupportedModel("the model has no experts", field=field, found=str(found))
+    slots = moe.experts + redundant
+    words = f"{moe.experts} experts" + (f" and {redundant} redundant ones" if redundant else "")
+    if slots % groups:
+        raise UnsupportedModel(
+            f"{words} cannot be spread evenly over {groups} groups of ranks",
+            field="ep", expected=f"a divisor of {slots}", found=str(groups),
+        )  # fmt: skip
+    if slots > moe.experts * groups:
+        raise UnsupportedModel(
+            f"{words} are {slots // groups} for each of {groups} groups of ranks, "
+            f"which hold an expert once",
+            field="redundant_experts", expected=f"at most {moe.experts * (groups - 1)}",
+            found=str(redundant),
+        )  # fmt: skip
+    sparse = [layer for layer in range(config.layers) if not config.is_dense(layer)]
+    return ExpertMap.linear(moe.experts, sparse, groups, redundant)
 
 
 def kv_shard(config: ModelConfig, shard: Shard) -> Shard:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from engine_service import errors
 from engine_service.core import messages
+from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
 from engine_service.device.plan import Plan, plan
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
@@ -54,9 +55,9 @@ class Worker:
     def serve(self) -> None:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
 
-        An error that nobody expected during a step is answered and raised too: what
-        it left behind is unknown, so the rank ends. So it does after a collective that
-        failed: the ranks are out of step and would never be in step again.
+        An error that nobody expected during a step, or while experts are put into place, is
+        answered and raised too: what it left behind is unknown, so the rank ends. So it does
+        after a collective that failed: the ranks would never be in step again.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
@@ -71,7 +72,7 @@ class Worker:
             except Exception as error:
                 _log.exception("%s failed", type(command).__name__)
                 self._fail("EngineError", f"{type(error).__name__}: {error}", {})
-                if isinstance(command, messages.Step):
+                if isinstance(command, messages.Step | MoveExperts):
                     raise
 
     def _answer(self, command: messages.Command) -> None:
@@ -100,6 +101,7 @@ class Worker:
             address=memory.mapping.address,
             page_kind=memory.mapping.page_kind(),
             descriptors=1,
+            experts=planned.shard.experts.map if planned.shard.experts else None,
         )
 
     def _built(self, command: messages.Command) -> Rank:
@@ -130,23 +132,27 @@ class Worker:
 
     def _run(self, command: messages.Command) -> messages.Reply:
         rank = self._built(command)
+        reply: messages.Reply = messages.Done()
         match command:
             case messages.Step():
-                return rank.step(command.rows)
+                reply = rank.step(command.rows)
             case messages.LoadDisk():
-                return rank.load(Path(command.folder), self._progress)
+                reply = rank.load(Path(command.folder), self._progress)
             case messages.RecordProbe():
-                return rank.record_probe()
+                reply = rank.record_probe()
+            case StageExperts() | MoveExperts() | DropExperts():
+                reply = rank.experts.answer(command)
             case messages.Capture():
                 rank.capture()
-                return messages.Captured(self._imported_at, self._built_at, rank.graphs.compiled)
+                times = self._imported_at, self._built_at
+                reply = messages.Captured(*times, rank.graphs.compiled)
             case messages.CutOff():
-                return messages.Moved(rank.arena.replace_backing())
+                reply = messages.Moved(rank.arena.replace_backing())
             case messages.Commit():
                 rank.arena.seal()
             case messages.CheckProbe():
                 rank.check_probe(command.probe)
-        return messages.Done()
+        return reply
 
     def _progress(self, done: int, total: int) -> None:
         if done == total or not 0 <= done - self._reported_bytes < _PROGRESS_BYTES:

@@ -62,6 +62,7 @@ class Attachment:
             message = Update(
                 model=now.model,
                 state=now.state,
+                placement=now.placement,
                 weights=now.weights,
                 manifests=now.manifests,
                 probe=now.probe,

@@ -7,6 +7,7 @@ from google.protobuf import duration_pb2
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress, FillReport
 from engine_service.errors import InvalidRequest
+from relay_service.core.format import Placement
 from relay_service.core.instance import State
 from relay_service.core.logs import clean_transfer
 from relay_service.core.manifest import weights_digest
@@ -47,10 +48,7 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
             kv_block_tokens=scheduler.limits.kv_block_tokens,
             prefill_chunk_tokens=scheduler.limits.prefill_chunk_tokens,
         ),
-        placement=weights_pb2.Placement(
-            tensor_parallel_size=instance.placement.tensor_parallel_size,
-            expert_parallel_size=instance.placement.expert_parallel_size,
-        ),
+        placement=placement_to_proto(instance.placement),
         phases=[
             engine_pb2.Phase(name=p.name, begin_seconds=p.begin_seconds, end_seconds=p.end_seconds)
             for p in instance.phases.measured
@@ -67,6 +65,16 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
             weights_pb2.Format(facts=facts, fingerprint=instance.format.fingerprint)
         )
     return status
+
+
+def placement_to_proto(placement: Placement) -> weights_pb2.Placement:
+    """Returns where the ranks lie."""
+    return weights_pb2.Placement(
+        tensor_parallel_size=placement.tensor_parallel_size,
+        expert_parallel_size=placement.expert_parallel_size,
+        redundant_experts=placement.redundant_experts,
+        expert_map=placement.expert_map,
+    )
 
 
 def options_to_proto(options: PullOptions) -> weights_pb2.PullOptions:

@@ -31,6 +31,8 @@ SCOPES = {
     f"/{SERVICE}/GetStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/WatchStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/PullWeights": frozenset({"control"}),
+    f"/{SERVICE}/GetExpertMap": frozenset({"control", "generate"}),
+    f"/{SERVICE}/SetExpertMap": frozenset({"control"}),
 }
 """Scopes of which a caller of each method needs one, where there are tokens."""
 

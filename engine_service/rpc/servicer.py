@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 from engine_service.core.answers import gathered
+from engine_service.core.expert_moves import ExpertMoves
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
 from engine_service.errors import InvalidRequest
-from engine_service.rpc import convert, convert_answer, convert_request
+from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
 from engine_service.rpc.admission import admit
 from engine_service.rpc.status import answers, streams
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
@@ -27,6 +28,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, instance: Instance, filler: Filler) -> None:
         self._instance = instance
         self._filler = filler
+        self._experts = ExpertMoves(instance)
 
     @streams
     async def Generate(  # noqa: N802
@@ -67,6 +69,34 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         async with contextlib.aclosing(self._instance.lifecycle.watch()) as states:
             async for _ in states:
                 yield engine_pb2.WatchStatusResponse(status=convert.status_to_proto(self._instance))
+
+    @answers
+    async def GetExpertMap(  # noqa: N802
+        self, request: engine_pb2.GetExpertMapRequest, context: grpc.aio.ServicerContext
+    ) -> engine_pb2.GetExpertMapResponse:
+        """Returns where experts lie."""
+        del context
+        return engine_pb2.GetExpertMapResponse(
+            map=convert_experts.map_to_proto(self._instance, request.layers),
+            epoch=self._instance.engine.weights.epoch,
+        )
+
+    @answers
+    async def SetExpertMap(  # noqa: N802
+        self, request: engine_pb2.SetExpertMapRequest, context: grpc.aio.ServicerContext
+    ) -> engine_pb2.SetExpertMapResponse:
+        """Moves experts."""
+        del context
+        layers = convert_experts.layers_from_proto(request.layers)
+        report = await self._experts.change(layers)
+        weights = self._instance.engine.weights
+        return engine_pb2.SetExpertMapResponse(
+            map=convert_experts.map_to_proto(self._instance, layers),
+            epoch=weights.epoch, weights_digest=weights.digest,
+            layers_changed=report.layers, experts_moved=report.experts_moved,
+            bytes_moved=report.bytes_moved, seconds_staged=report.seconds_staged,
+            seconds_paused=report.seconds_paused,
+        )  # fmt: skip
 
     @streams
     async def PullWeights(  # noqa: N802

@@ -54,6 +54,8 @@ class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     weights: Weights
     model: str = ""
     """Empty when it's called as before."""
+    placement: Placement | None = None
+    """None when its ranks lie as before."""
     manifests: tuple[Manifest, ...] = ()
     """Empty when they are as before."""
     probe: bytes = b""

@@ -12,6 +12,9 @@ class Placement(msgspec.Struct, frozen=True):
 
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    redundant_experts: int = 0
+    expert_map: str = ""
+    """Digest of which slot holds which expert; empty for a model without experts."""
 
     def difference(self, target: Placement) -> str:
         """Says in words how `target` lies otherwise; empty when it doesn't."""

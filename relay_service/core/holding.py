@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach, Update
-from relay_service.core.instance import Artifact, Instance, RankBlocks, State, verified_digest
+from relay_service.core.instance import (
+    Artifact,
+    Instance,
+    RankBlocks,
+    State,
+    Weights,
+    verified_digest,
+)
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Arena, MapArena
@@ -33,11 +40,14 @@ class Holding:
         self._descriptors = descriptors
         self._map_arena = map_arena
         self._readers: list[Arena] = []
+        self._sequences: list[int] = []
+        """Of each arena, while it holds what its manifest says."""
         self._writers: list[Arena] = []
         self._reads = 0
         self._lock = threading.Lock()
         self.attach = attach
         self.model = attach.model
+        self.placement = attach.placement
         self.state = State.STARTING
         self.weights = attach.weights
         self.manifests = list(attach.manifests)
@@ -78,7 +88,7 @@ class Holding:
         """Describes the holding as it is announced."""
         return Instance(
             instance=self.name, generation=self.generation, model=self.model,
-            state=self.state, format=self.attach.format, placement=self.attach.placement,
+            state=self.state, format=self.attach.format, placement=self.placement,
             weights=self.weights, address=address, leases=leases,
             ranks=tuple(self._rank_blocks(rank) for rank in range(len(self.manifests))),
             artifacts=tuple(
@@ -93,18 +103,22 @@ class Holding:
             raise InvalidRequest(f"{len(manifests)} manifests for {len(self.manifests)} ranks")
         for old, new in zip(self.manifests, manifests, strict=True):
             check(new)
-            if difference := old.layout_difference(new):
+            # Experts that were moved leave every extent as it is, and make a new epoch.
+            moved = self.state.holds_weights and update.weights.epoch > self.weights.epoch
+            compared = old.extent_difference if moved else old.layout_difference
+            if difference := compared(new):
                 raise Refused(f"the arena has changed: {difference}")
         if update.state.holds_weights:
             if self._writers:
                 raise WrongState("the writable mapping has not been returned")
             if not verified_digest(manifests, update.weights.digest):
                 raise Refused("the manifests do not carry the weights that the engine claims")
-            self._map_for_reading()
+            self._readers = self._readers or self._map(writable=False)
             self.receivers, self.landed = [], Landed()
         self.manifests, self.probe = manifests, update.probe or self.probe
-        self.state, self.weights = update.state, update.weights
+        self._follow(update.state, update.weights)
         self.model = update.model or self.model
+        self.placement = update.placement or self.placement
 
     def open_receivers(self) -> list[Receiver]:
         """Maps the arenas for writing and returns their receivers, one per rank.
@@ -142,10 +156,10 @@ class Holding:
         Raises `EpochChanged` when the weights are, or became, others than those
         of `epoch`; that comes before whatever the reader made of the bytes.
         """
-        arena = self._begin_read(rank, epoch)
+        arena, known = self._begin_read(rank, epoch)
         before = arena.sequence
         try:
-            if before % 2:
+            if before % 2 or before != known:  # or was, and we have not heard of it yet
                 raise EpochChanged(f"{self.name} is being updated")
             yield arena
         finally:
@@ -205,18 +219,22 @@ class Holding:
             raise
         return mapped
 
-    def _map_for_reading(self) -> None:
-        if not self._readers:
-            self._readers = self._map(writable=False)
+    def _follow(self, state: State, weights: Weights) -> None:
+        """Takes state and weights over; what is news of either is what the arenas hold now."""
+        with self._lock:
+            known = self.state.holds_weights and weights.epoch == self.weights.epoch
+            if state.holds_weights and not known:
+                self._sequences = [arena.sequence for arena in self._readers]
+            self.state, self.weights = state, weights
 
-    def _begin_read(self, rank: int, epoch: int) -> Arena:
+    def _begin_read(self, rank: int, epoch: int) -> tuple[Arena, int]:
         with self._lock:
             if not 0 <= rank < len(self._readers):
                 raise NotFound(f"{self.name} has no readable rank {rank}")
             if self.weights.epoch != epoch:
                 raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
             self._reads += 1
-            return self._readers[rank]
+            return self._readers[rank], self._sequences[rank]
 
     def _end_read(self) -> None:
         with self._lock:

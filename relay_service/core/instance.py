@@ -59,6 +59,8 @@ class Weights(msgspec.Struct, frozen=True):
     version: str = ""
     digest: str = ""
     epoch: int = 0
+    kv_origin: str = ""
+    """What KV says it was computed by; empty for epoch and digest."""
 
 
 Life = tuple[str, str, int]

@@ -7,6 +7,7 @@ begins `HEADER_BYTES` into the allocation.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 
@@ -173,6 +174,21 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         units = tuple(msgspec.structs.replace(unit, digests=()) for unit in self.units)
         return Manifest(self.rank, self.data_bytes, units)
 
+    def renamed(self, units: Iterable[Unit]) -> Manifest:
+        """Returns the same extents, where other units lie in the place of some."""
+        by_offset = {unit.offset: unit for unit in units}
+        replaced = tuple(by_offset.get(unit.offset, unit) for unit in self.units)
+        return Manifest(self.rank, self.data_bytes, replaced)
+
+    def extent_difference(self, target: Manifest) -> str:
+        """Says like `layout_difference` where `target` lies otherwise, whatever it calls things."""
+        if self._nameless().layout_difference(target._nameless()):
+            return self.layout_difference(target)
+        return ""
+
+    def _nameless(self) -> Manifest:
+        return Manifest(self.rank, self.data_bytes, tuple(map(_nameless, self.units)))
+
     def layout_difference(self, target: Manifest) -> str:
         """Says in words the first place where `target` lies otherwise; empty when it doesn't."""
         for seed, mine in zip(self.units, target.units, strict=False):
@@ -203,12 +219,22 @@ def weights_digest(manifests: list[Manifest]) -> str:
     return _root(b"weights", [root.encode() for root in roots]).hex()
 
 
+def root_digest(domain: str, digests: list[bytes]) -> bytes:
+    """Returns a root over digests, in their order; no other domain has the same."""
+    return _root(domain.encode(), digests)
+
+
 def _root(domain: bytes, parts: list[bytes]) -> bytes:
     hasher = xxhash.xxh3_128(domain)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()
+
+
+def _nameless(unit: Unit) -> Unit:
+    tensors = tuple(msgspec.structs.replace(one, name="", logical="") for one in unit.tensors)
+    return msgspec.structs.replace(unit, name="", tensors=tensors)
 
 
 def _unit_difference(seed: Unit, target: Unit) -> str:

@@ -47,12 +47,19 @@ def placement_to_proto(placement: Placement) -> weights_pb2.Placement:
     return weights_pb2.Placement(
         tensor_parallel_size=placement.tensor_parallel_size,
         expert_parallel_size=placement.expert_parallel_size,
+        redundant_experts=placement.redundant_experts,
+        expert_map=placement.expert_map,
     )
 
 
 def placement_from_proto(message: weights_pb2.Placement) -> Placement:
     """Returns where the ranks lie."""
-    return Placement(message.tensor_parallel_size, message.expert_parallel_size)
+    return Placement(
+        message.tensor_parallel_size,
+        message.expert_parallel_size,
+        message.redundant_experts,
+        message.expert_map,
+    )
 
 
 def instance_to_proto(instance: Instance) -> relay_pb2.Instance:

@@ -17,11 +17,12 @@ from fakes import (
 )
 
 from relay_service.core.attachment import MAX_ARTIFACT_BYTES, Update
+from relay_service.core.format import Placement
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import State, Weights
 from relay_service.core.leases import LEASE_SECONDS, LeaseTable
-from relay_service.core.manifest import Manifest
+from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.errors import (
     Conflict,
     EpochChanged,
@@ -291,14 +292,23 @@ def test_reading_another_epoch(host):
 
 
 def test_reading_while_a_commit_is_applied(host):
-    """Nothing is read while the sequence is odd."""
+    """Nothing is read while the sequence is odd, nor after it until the relay hears of it."""
     memory = host.memory(DATA)
     seed = host.hold("seed", memory)
-    memory.arenas[0].sequence = 1
+    for sequence in (1, 2):
+        memory.arenas[0].sequence = sequence
+        with pytest.raises(EpochChanged, match="is being updated"):
+            read(seed)
+    told = Update(state=State.READY, weights=Weights("v1", memory.digest, 2))
+    seed.apply(told)
+    assert same_weights(LAYOUT, read(seed, 2), DATA)
+    memory.arenas[0].sequence = 4
+    seed.apply(told)  # the same word again is no news of that
     with pytest.raises(EpochChanged, match="is being updated"):
-        read(seed)
-    memory.arenas[0].sequence = 2
-    assert same_weights(LAYOUT, read(seed), DATA)
+        read(seed, 2)
+    for state in (State.UPDATING, State.READY):  # an update that came to nothing
+        seed.apply(replace(told, state=state))
+    assert same_weights(LAYOUT, read(seed, 2), DATA)
 
 
 def test_changing_comes_before_what_the_reader_made_of_it(host):
@@ -311,10 +321,54 @@ def test_changing_comes_before_what_the_reader_made_of_it(host):
             memory.arenas[0].sequence += 2 * commits
             raise ValueError("these bytes make no sense")
 
-    with pytest.raises(EpochChanged, match="while it was read"):
-        misread(1)
     with pytest.raises(ValueError, match="no sense"):
         misread(0)
+    with pytest.raises(EpochChanged, match="while it was read"):
+        misread(1)
+
+
+def _exchanged(manifest: Manifest, first: int, second: int) -> Manifest:
+    """Returns the layout of two units that have changed places."""
+    one, other = manifest.units[first], manifest.units[second]
+
+    def called(unit, like):
+        tensors = tuple(
+            replace(mine, name=its.name, logical=its.logical)
+            for mine, its in zip(unit.tensors, like.tensors, strict=True)
+        )
+        return replace(unit, name=like.name, tensors=tensors, digests=like.digests)
+
+    return manifest.renamed([called(one, other), called(other, one)])
+
+
+def test_units_that_have_changed_places(host):
+    """Those of equal extents may, in a new epoch of one that serves; others never."""
+    layout = lay_out_bytes([100, 100, 200])
+    data = random_bytes(layout)
+    memory = host.memory(data, layouts=(layout,))
+    seed = host.hold("seed", memory, placement=Placement(1, 2, 0, "before"))
+    (old,) = memory.manifests
+    moved = _exchanged(old, 0, 1)
+    assert [unit.name for unit in moved.units] == ["unit.1", "unit.0", "unit.2"]
+    digest = weights_digest([moved])
+    good = Update(
+        state=State.READY, weights=Weights("v1", digest, 2), manifests=(moved,),
+        placement=Placement(1, 2, 0, "after"),
+    )  # fmt: skip
+    for wrong in (
+        replace(good, weights=Weights("v1", digest, 1)),
+        replace(good, manifests=(lay_out_bytes([100, 200, 100]),)),
+    ):
+        with pytest.raises(Refused, match="the arena has changed: "):
+            seed.apply(wrong)
+    assert (seed.manifests, seed.record("", 0).placement.expert_map) == ([old], "before")
+    seed.apply(good)
+    assert (seed.manifests, seed.record("", 0).placement.expert_map) == ([moved], "after")
+    with pytest.raises(EpochChanged, match="is at epoch 2, not 1"):
+        read(seed, 1)
+    dummy = host.hold("dummy", host.memory(layouts=(layout,)))
+    with pytest.raises(Refused, match="the arena has changed"):
+        dummy.apply(good)
 
 
 # Leaving

@@ -62,6 +62,8 @@ def test_equal_fingerprints_are_equal_facts(left, right):
             "dtype: seed float16, target bfloat16",
         ),
         (instance(placement=Placement(2, 1)), ""),
+        (instance(placement=Placement(1, 4)), ""),
+        (instance(placement=Placement(1, 1, 2)), ""),
     ],
 )
 def test_reasons(source, reason):
@@ -112,3 +114,10 @@ def test_order():
         instance("target"),
     ]
     assert [m.instance.instance for m in match(TARGET, fleet)] == ["b", "a", "c", "d"]
+
+
+def test_a_map_is_named_where_everything_else_is_the_same():
+    """Its digest is what two instances can compare."""
+    seed, target = Placement(2, 2, 4, "ab12"), Placement(2, 2, 4, "cd34")
+    assert seed.difference(target) == "expert_map: seed ab12, target cd34"
+    assert seed.difference(seed) == ""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_cuda import GRANULARITY, FakeDriver
 from fake_device import arena_on, fake_device
+from oracles import make
 from tiny_llama import Sequence, run, serving_rank, start_message
 
 from engine_service.core.messages import RankConfig
@@ -53,6 +54,29 @@ def _land(driver, source, target):
     assert receiver.complete
     reader.close()
     writer.close()
+
+
+def test_experts_move_within_a_device(driver, tmp_path):
+    """Tokens stay, and readers of the arena learn that it has changed."""
+    rank = _serving(make("mixtral", tmp_path).folder)
+    digests = {unit.name: unit.digests for unit in rank.arena.digested().units}
+
+    def tokens():
+        sequence = Sequence([3, 1, 4, 1, 5])
+        run(rank.step, [sequence], 8)
+        return sequence.output
+
+    expected, slots = tokens(), ((3, 1, 0, 2),)
+    rank.experts.stage(1, slots, {e: digests[f"layer.1.expert.{e}"] for e in slots[0]})
+    rank.experts.move()
+    assert tokens() == expected
+    assert {unit.name: unit.digests for unit in rank.arena.digested().units} == digests
+    units = [unit.name for unit in rank.arena.manifest.units if "layer.1.exp" in unit.name]
+    assert units == [f"layer.1.expert.{e}" for e in slots[0]]
+    size = rank.arena.manifest.data_bytes
+    reader = cuda.import_arena(driver, rank.arena.descriptors, size, writable=False)
+    assert reader.sequence == 2
+    reader.close()
 
 
 def test_an_arena_starts_as_zeros(driver):

@@ -83,7 +83,7 @@ def test_an_expert_may_lie_in_any_slot(rank):
         for tensor, value in zip(held, stored[expert], strict=True):
             tensor.copy_(value)
     assert _tokens(rank) != expected
-    layer.placement.copy_(order)
+    layer.placement.copy_(order.unsqueeze(1))
     assert _tokens(rank) == expected
 
 
@@ -103,8 +103,8 @@ def test_a_part_that_lies_elsewhere_is_left_out(mixing):
     total, holder = torch.zeros_like(whole), torch.arange(EXPERTS) % 3
     for number in range(3):
         mine = (holder == number).nonzero().flatten()
-        placement = torch.full((EXPERTS,), -1)
-        placement[mine] = torch.arange(len(mine))
+        placement = torch.full((EXPERTS, 1), -1)
+        placement[mine, 0] = torch.arange(len(mine))
         part = experts.mix(*inputs, placement, [layer.experts[e] for e in mine.tolist()])
         assert not torch.equal(part, whole)
         total += part

@@ -65,7 +65,7 @@ class Part:
             llama_format.computed_tensors(config),
         )  # fmt: skip
         own = rank_config(config, self.plan.shard)
-        self.model = Llama(own, self.arena.tensors, group)
+        self.model = Llama(own, self.arena.tensors, parallel.Groups(group, group))
         self.cache = KVCache(own, self.plan.dtype, 64, BLOCK_TOKENS)
         self.graphs = GraphRunner(self.model, self.cache)
 

@@ -6,24 +6,32 @@ import pytest
 from tiny_llama import Sequence, serving_rank
 
 from engine_service.core import messages
+from engine_service.core.expert_messages import MoveExperts
 from engine_service.core.messages import Failed, Step
 from engine_service.device.worker import Worker, _kind
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import ManifestError, ResourceExhausted
 
 
-def test_an_unexpected_error_in_a_step_ends_the_rank(tied, monkeypatch):
-    """It is answered with its text, then raised: what the step left behind is unknown."""
+@pytest.mark.parametrize(
+    ("part", "method", "command"),
+    [
+        ("runner", "step", Step((Sequence([1, 2, 3]).row(),))),
+        ("experts", "answer", MoveExperts()),
+    ],
+)
+def test_an_unexpected_error_ends_the_rank(tied, monkeypatch, part, method, command):
+    """It is answered with its text, then raised: what a step or a move left behind is unknown."""
     ours, theirs = socket.socketpair()
     served = Worker(BlockingChannel(theirs))
     served._rank = serving_rank(tied)
 
-    def fail(_rows):
+    def fail(_asked):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(served._rank.runner, "step", fail)
+    monkeypatch.setattr(getattr(served._rank, part), method, fail)
     front = BlockingChannel(ours)
-    front.send(messages.encode(Step((Sequence([1, 2, 3]).row(),))))
+    front.send(messages.encode(command))
     with pytest.raises(RuntimeError, match="out of luck"):
         served.serve()
     failed = messages.decode_reply(front.receive())

@@ -159,7 +159,7 @@ async def test_broken_checkpoint_is_refused_at_start(
         (("--listen", "nonsense"), "not HOST:PORT"),
         (("--listen", "127.0.0.1:0", "--load-format", "magic"), "load_format"),
         (("--listen", "127.0.0.1:0", "--rate-limit", "fast"), "is not a rate"),
-        (("--listen", "127.0.0.1:0", "--ep", "2"), "expert-parallel ranks are not supported"),
+        (("--listen", "127.0.0.1:0", "--expert-map", "none.json"), "No such file"),
     ],
 )
 def test_wrong_settings_are_usage_errors(

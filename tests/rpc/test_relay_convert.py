@@ -23,7 +23,7 @@ def test_an_instance_round_trips(state):
     """An announced instance arrives as it was sent, in every state."""
     sent = instance(
         state=state,
-        placement=Placement(2, 3),
+        placement=Placement(2, 3, 4, "ab" * 8),
         weights=Weights("v7", "ab" * 16, 9),
         artifacts=(Artifact("config.json", 2, "0" * 64),),
         leases=4,

@@ -43,10 +43,14 @@ class Linear:
         self, name: str, layout: Layout, columns: int, tensors: Mapping[str, Tensor]
     ) -> None:
         """Finds what the layout stores of matrix `name` among an arena's tensors."""
-        self.names = layout.names(name)
-        self.tensors = tuple(tensors[each] for each in self.names)
         self.layout = layout
+        self.rename(name)
+        self.tensors = tuple(tensors[each] for each in self.names)
         self._columns = columns
+
+    def rename(self, name: str) -> None:
+        """Makes it matrix `name`, as what its tensors hold has become."""
+        self.names = self.layout.names(name)
 
     @property
     def shape(self) -> tuple[int, int]:

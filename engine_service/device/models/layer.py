@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from engine_service.device.formats.layouts import Layout
 from engine_service.device.formats.linear import Linear
 from engine_service.device.layers import Stage, gated, plus, rms_norm, rotate
 from engine_service.device.models.routing import MoE
-from engine_service.device.parallel import Group
+from engine_service.device.parallel import Groups
 
 
 class Layer(Stage):
@@ -42,11 +42,11 @@ class Layer(Stage):
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
         index: int,
-        group: Group,
+        groups: Groups,
         layout: Layout,
     ) -> None:
         """`config` has this rank's sizes."""
-        self.group = group
+        self.groups = groups
         self.normalize = functools.partial(rms_norm, eps=config.norm_eps, offset=config.norm_offset)
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.heads, self.kv_heads = config.heads, config.kv_heads
@@ -67,7 +67,7 @@ class Layer(Stage):
         query_key, value = _split(by_head, 1, self.heads + self.kv_heads)
         query, key = _split(self._rotated(query_key, cos, sin), 1, self.heads)
         attended = paged_attention(query, key, value, keys, values, slots, tables, lengths)
-        output = self.group.all_reduce(self.output(attended.flatten(1)))
+        output = self.groups.tensor.all_reduce(self.output(attended.flatten(1)))
         hidden = hidden + plus(output, self.output_bias)
         return hidden + self.feed_forward(self.normalize(hidden, self.post_norm))
 
@@ -106,10 +106,10 @@ class DenseLayer(Layer):
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
         index: int,
-        group: Group,
+        groups: Groups,
         layout: Layout,
     ) -> None:
-        super().__init__(config, tensors, index, group, layout)
+        super().__init__(config, tensors, index, groups, layout)
         self.gate_up, self.down = _mlp(
             f"layer.{index}.", config.hidden_size, config.ffn_size, tensors, layout
         )
@@ -118,7 +118,7 @@ class DenseLayer(Layer):
     def feed_forward(self, normed: Tensor) -> Tensor:
         """See `Layer`."""
         gate_up = plus(self.gate_up(normed), self.gate_up_bias)
-        down = self.group.all_reduce(self.down(gated(gate_up, self.activation)))
+        down = self.groups.tensor.all_reduce(self.down(gated(gate_up, self.activation)))
         return plus(down, self.down_bias)
 
 
@@ -143,13 +143,14 @@ class SparseLayer(Layer):
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
         index: int,
-        group: Group,
+        groups: Groups,
         layout: Layout,
         moe: MoE,
         placement: Tensor,
+        slots: Sequence[int],
     ) -> None:
-        """`placement` is registered state: see `mix`."""
-        super().__init__(config, tensors, index, group, layout)
+        """`placement` is registered state: see `mix`. `slots` names the expert in each."""
+        super().__init__(config, tensors, index, groups, layout)
         own, hidden = f"layer.{index}.", config.hidden_size
         self.moe, self.placement = moe, placement
         self.shared_gate_up = self.shared_down = None
@@ -159,21 +160,31 @@ class SparseLayer(Layer):
             )
         self.experts = tuple(
             _mlp(f"{own}expert.{expert}.", hidden, moe.ffn_size, tensors, layout)
-            for expert in range(moe.experts)
+            for expert in slots
         )
 
+    def rename(self, own: str, slots: Sequence[int]) -> None:
+        """Follows experts that were moved: `slots` names the one in each, `own` the layer."""
+        for expert, (gate_up, down) in zip(slots, self.experts, strict=True):
+            gate_up.rename(f"{own}expert.{expert}.gate_up")
+            down.rename(f"{own}expert.{expert}.down")
+
     def feed_forward(self, normed: Tensor) -> Tensor:
-        """See `Layer`. All ranks choose alike, and each computes its rows of every expert."""
+        """See `Layer`. All ranks choose alike, and each computes its part of what it holds.
+
+        Of groups that all hold the shared experts, the first alone adds them.
+        """
         logits = functional.linear(normed.float(), self.router)
         chosen, weights = choose(logits, self.correction, self.moe)
         partial = mix(normed, chosen, weights, self.placement, self.experts)
-        if self.shared_gate_up is not None and self.shared_down is not None:
+        shares = self.groups.world.rank < self.groups.tensor.ranks
+        if shares and self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_down(gated(self.shared_gate_up(normed)))
             if self.shared_gate is not None:
                 share = functional.linear(normed.float(), self.shared_gate).sigmoid()
                 shared = shared * share.to(shared.dtype)
             partial = partial + shared
-        return self.group.all_reduce(partial)
+        return self.groups.world.all_reduce(partial)
 
 
 def _mlp(

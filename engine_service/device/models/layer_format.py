@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def layer_units(config: ModelConfig, shard: Shard, index: int) -> Iterator[tuple[str, list[Held]]]:
-    """Yields a layer's units: what every token goes through, then each expert."""
+    """Yields a layer's units: what every token goes through, then the expert in each slot."""
     own, stored = f"layer.{index}.", f"model.layers.{index}."
     held, moe = list(_attention(config, shard, own, stored)), config.moe
     if moe is None or config.is_dense(index):
@@ -35,7 +35,7 @@ def layer_units(config: ModelConfig, shard: Shard, index: int) -> Iterator[tuple
     block = stored + known.block
     yield f"{own}dense", [*held, *_routing(config.hidden_size, moe, known, shard, own, block)]
     sizes = config.hidden_size, moe.ffn_size
-    for expert in range(moe.experts):
+    for expert in shard.slots(index, moe.experts):
         unit = f"{own}expert.{expert}"
         within = f"{block}.experts.{expert}"
         yield unit, list(_mlp(f"{unit}.", within, known.matrices, sizes, shard))

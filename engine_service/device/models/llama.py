@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from engine_service.core.expert_map import TURNS, ExpertMap, RankExperts
 from engine_service.device.batch import Batch
 from engine_service.device.config import ModelConfig
 from engine_service.device.formats.layouts import PLAIN, Layout
@@ -15,7 +16,7 @@ from engine_service.device.formats.linear import Linear
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.layers import Stage, embed_part, rms_norm
 from engine_service.device.models.layer import DenseLayer, Layer, SparseLayer
-from engine_service.device.parallel import ALONE, Group
+from engine_service.device.parallel import NOBODY, Group, Groups
 
 
 class Embedding(Stage):
@@ -68,24 +69,40 @@ class Llama:
         self,
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
-        group: Group = ALONE,
+        groups: Groups = NOBODY,
         layout: Layout = PLAIN,
+        experts: RankExperts | None = None,
     ) -> None:
-        """`config` has this rank's sizes, and the whole vocabulary; `tensors` its arena's."""
+        """`config` has this rank's sizes, and the whole vocabulary; `tensors` its arena's.
+
+        `experts` says where the experts lie; without it this rank holds all, in their order.
+        """
         self.config = config
-        experts = config.moe.experts if config.moe else 0
+        if experts is None and config.moe:
+            everything = ExpertMap.linear(config.moe.experts, list(range(config.layers)), 1)
+            experts = RankExperts(everything, 0)
+        count = config.moe.experts if config.moe else 0
         with torch.inference_mode(mode=False):
-            self.placement = torch.arange(experts, device=tensors["embed"].device).repeat(
-                config.layers, 1
+            self.placement = torch.zeros(
+                config.layers, count, TURNS, dtype=torch.int64, device=tensors["embed"].device
             )
-        self.embedding = Embedding(config, tensors, group)
-        self.layers = [self._layer(tensors, index, group, layout) for index in range(config.layers)]
-        self.head = Head(config, tensors, group, layout)
+        self.embedding = Embedding(config, tensors, groups.tensor)
+        self.layers = [
+            self._layer(tensors, index, groups, layout, experts) for index in range(config.layers)
+        ]
+        self.head = Head(config, tensors, groups.tensor, layout)
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Runtime state by name: what a pass reads that isn't weights, and no cache."""
         return {"experts.placement": self.placement} if self.config.moe else {}
+
+    def place(self, layer: int, experts: RankExperts) -> None:
+        """Follows experts of a layer that lie otherwise by now, captured graphs included."""
+        sparse = self.layers[layer]
+        if isinstance(sparse, SparseLayer):
+            sparse.rename(f"layer.{layer}.", experts.slots(layer))
+            self._place(layer, experts)
 
     def matrices(self) -> Iterator[Linear]:
         """Yields every matrix that has a format."""
@@ -106,10 +123,19 @@ class Llama:
         return hidden
 
     def _layer(
-        self, tensors: Mapping[str, Tensor], index: int, group: Group, layout: Layout
+        self,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        groups: Groups,
+        layout: Layout,
+        experts: RankExperts | None,
     ) -> Layer:
         config = self.config
-        if config.moe is None or config.is_dense(index):
-            return DenseLayer(config, tensors, index, group, layout)
-        placement = self.placement[index]
-        return SparseLayer(config, tensors, index, group, layout, config.moe, placement)
+        if config.moe is None or experts is None or config.is_dense(index):
+            return DenseLayer(config, tensors, index, groups, layout)
+        self._place(index, experts)
+        placement, slots = self.placement[index], experts.slots(index)
+        return SparseLayer(config, tensors, index, groups, layout, config.moe, placement, slots)
+
+    def _place(self, layer: int, experts: RankExperts) -> None:
+        self.placement[layer].copy_(torch.tensor(experts.turns(layer)))

@@ -2,7 +2,7 @@
 
 Query, key and value projections are fused row-wise, and so are gate and up. The
 rotary tables are weights like any other, so a target receives them too. Each expert is a
-unit of its own, named by layer and logical expert wherever it lies.
+unit of its own, named by layer and logical expert whichever slot it lies in.
 
 Of several ranks each holds its heads (rows of qkv, columns of output), its part of every
 feed-forward (rows of gate and up, columns of down; also of every expert) and its part of the
@@ -14,12 +14,13 @@ rank holds rows that it doesn't multiply with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine_service.device.config import ModelConfig
+from engine_service.device.dtypes import SCALES_SUFFIX
 from engine_service.device.formats.layouts import PLAIN, Layout
 from engine_service.device.models.families import FAMILIES
 from engine_service.device.models.layer_format import Held, layer_units
@@ -51,14 +52,24 @@ def unit_specs(
 ) -> list[UnitSpec]:
     """Declares every tensor that a rank's forward pass reads, by unit."""
     layers = [
-        UnitSpec(unit, tuple(spec for one in held for spec in _specs(one, dtype, layout)))
+        unit
         for index in range(config.layers)
-        for unit, held in layer_units(config, shard, index)
+        for unit in layer_specs(config, dtype, shard, layout, index)
     ]
     vocabulary = _vocabulary(config, shard)
     embed = _plain("embed", dtype, {EMBEDDING: vocabulary})
     head = _head_unit(config, dtype, vocabulary, layout.of_head)
     return [UnitSpec("embed", (embed,)), *layers, head, _rotary_unit(config)]
+
+
+def layer_specs(
+    config: ModelConfig, dtype: DType, shard: Shard, layout: Layout, index: int
+) -> list[UnitSpec]:
+    """Declares the tensors of one layer, by unit."""
+    return [
+        UnitSpec(unit, tuple(spec for one in held for spec in _specs(one, dtype, layout)))
+        for unit, held in layer_units(config, shard, index)
+    ]
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -86,11 +97,15 @@ def checkpoint_slices(
     return slices
 
 
-def is_unread(config: ModelConfig, name: str) -> bool:
-    """Returns whether a checkpoint tensor serves to predict further tokens: nobody reads it."""
+def unread_by(config: ModelConfig, shard: Shard = WHOLE) -> Callable[[str], bool]:
+    """Returns what says of a checkpoint tensor that this rank needn't read it.
+
+    It serves to predict further tokens, which nobody does, or it is another rank's expert.
+    """
     extra = FAMILIES[config.architecture].unread_layers
-    behind = range(config.layers, config.layers + extra)
-    return any(name.startswith(f"model.layers.{index}.") for index in behind)
+    behind = tuple(f"model.layers.{config.layers + index}." for index in range(extra))
+    others = checkpoint_slices(config).keys() - checkpoint_slices(config, shard).keys()
+    return lambda name: name.startswith(behind) or name.removesuffix(SCALES_SUFFIX) in others
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Tensor]:

@@ -21,6 +21,72 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
+class GroupExperts(_message.Message):
+    __slots__ = ("experts",)
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "groups", "digests")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupExperts]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, layer: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupExperts, _Mapping]]] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ExpertMap(_message.Message):
+    __slots__ = ("expert_count", "placement", "layers")
+    EXPERT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    expert_count: int
+    placement: _weights_pb2.Placement
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, expert_count: _Optional[int] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+
+class GetExpertMapRequest(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetExpertMapResponse(_message.Message):
+    __slots__ = ("map", "epoch")
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    map: ExpertMap
+    epoch: int
+    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SetExpertMapRequest(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+
+class SetExpertMapResponse(_message.Message):
+    __slots__ = ("map", "epoch", "layers_changed", "experts_moved", "bytes_moved", "seconds_staged", "seconds_paused", "weights_digest")
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STAGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    map: ExpertMap
+    epoch: int
+    layers_changed: int
+    experts_moved: int
+    bytes_moved: int
+    seconds_staged: float
+    seconds_paused: float
+    weights_digest: str
+    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ..., layers_changed: _Optional[int] = ..., experts_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., weights_digest: _Optional[str] = ...) -> None: ...
+
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
     ROLE_FIELD_NUMBER: _ClassVar[int]

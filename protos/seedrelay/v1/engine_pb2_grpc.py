@@ -60,6 +60,16 @@ class EngineServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.PullWeightsRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_engine__pb2.PullWeightsResponse.FromString,
                 _registered_method=True)
+        self.GetExpertMap = channel.unary_unary(
+                '/seedrelay.v1.EngineService/GetExpertMap',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.GetExpertMapRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetExpertMapResponse.FromString,
+                _registered_method=True)
+        self.SetExpertMap = channel.unary_unary(
+                '/seedrelay.v1.EngineService/SetExpertMap',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -110,6 +120,29 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetExpertMap(self, request, context):
+        """Gets which slots of which ranks hold which experts.
+
+        Fails with `FAILED_PRECONDITION` for a model without experts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetExpertMap(self, request, context):
+        """Moves experts between slots and ranks while the instance serves, one layer
+        after another, each between two steps. Tokens are those that would have come
+        without; a caller that leaves doesn't end it.
+
+        Fails with `INVALID_ARGUMENT` for a map that is wrong, all of it listed, and
+        with `FAILED_PRECONDITION` unless the instance is ready; then nothing has
+        changed. A layer that cannot be staged stays as it was; the status says which,
+        and how many before it were moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +170,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.PullWeights,
                     request_deserializer=seedrelay_dot_v1_dot_engine__pb2.PullWeightsRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_engine__pb2.PullWeightsResponse.SerializeToString,
+            ),
+            'GetExpertMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetExpertMap,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.GetExpertMapRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.GetExpertMapResponse.SerializeToString,
+            ),
+            'SetExpertMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetExpertMap,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,6 +318,60 @@ class EngineService:
             '/seedrelay.v1.EngineService/PullWeights',
             seedrelay_dot_v1_dot_engine__pb2.PullWeightsRequest.SerializeToString,
             seedrelay_dot_v1_dot_engine__pb2.PullWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetExpertMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/GetExpertMap',
+            seedrelay_dot_v1_dot_engine__pb2.GetExpertMapRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.GetExpertMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetExpertMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/SetExpertMap',
+            seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
             options,
             channel_credentials,
             insecure,

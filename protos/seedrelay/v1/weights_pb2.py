@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aseedrelay/v1/weights.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\"F\n\x06\x46ormat\x12\'\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\x18.seedrelay.v1.FormatFact\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\")\n\nFormatFact\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"G\n\tPlacement\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\x05\x12\x1c\n\x14\x65xpert_parallel_size\x18\x02 \x01(\x05\"<\n\x08\x41rtifact\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\xd5\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x0f\n\x07strides\x18\x05 \x03(\x03\x12\x0e\n\x06offset\x18\x06 \x01(\x03\x12\x12\n\nbyte_count\x18\x07 \x01(\x03\x12\x0f\n\x07logical\x18\x08 \x01(\t\x12\r\n\x05\x61lias\x18\t \x01(\t\x12\'\n\x05parts\x18\n \x03(\x0b\x32\x18.seedrelay.v1.TensorPart\x12\x0e\n\x06sealed\x18\x0b \x01(\t\"\x9a\x01\n\nTensorPart\x12\x0f\n\x07logical\x18\x01 \x01(\t\x12\x12\n\nwhole_rows\x18\x02 \x01(\x03\x12\x15\n\rwhole_columns\x18\x03 \x01(\x03\x12\x11\n\tfirst_row\x18\x04 \x01(\x03\x12\x11\n\trow_count\x18\x05 \x01(\x03\x12\x14\n\x0c\x66irst_column\x18\x06 \x01(\x03\x12\x14\n\x0c\x63olumn_count\x18\x07 \x01(\x03\"\x81\x01\n\nWeightUnit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12*\n\x07tensors\x18\x04 \x03(\x0b\x32\x19.seedrelay.v1.TensorEntry\x12\x15\n\rblock_digests\x18\x05 \x03(\x0c\"\x8a\x01\n\x0bPullOptions\x12\x17\n\x0fsource_instance\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12#\n\x1brate_limit_bytes_per_second\x18\x03 \x01(\x03\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x96\x01\n\x0cPullProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x17\n\x0fsource_instance\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_verified\x18\x04 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x05 \x01(\x03\x12\x0c\n\x04note\x18\x06 \x01(\t\x12\x10\n\x08transfer\x18\x07 \x01(\t\"~\n\x08PathStep\x12\x17\n\x0fsource_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_verified\x18\x04 \x01(\x03\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05recut\x18\x06 \x01(\t\"\xf4\x02\n\nPullReport\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x04path\x18\x02 \x03(\x0b\x32\x16.seedrelay.v1.PathStep\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x13\n\x0b\x62ytes_moved\x18\x04 \x01(\x03\x12\x14\n\x0c\x62ytes_reread\x18\x05 \x01(\x03\x12\x15\n\rblocks_reused\x18\x06 \x01(\x03\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\x18\n\x10seconds_matching\x18\t \x01(\x01\x12\x18\n\x10seconds_transfer\x18\n \x01(\x01\x12\x16\n\x0eseconds_commit\x18\x0b \x01(\x01\x12\x15\n\rseconds_probe\x18\x0c \x01(\x01\x12\r\n\x05model\x18\r \x01(\t\x12\x1d\n\x15source_weights_digest\x18\x0e \x01(\t*\xc4\x02\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x02\x12\x18\n\x14INSTANCE_STATE_DUMMY\x10\x03\x12\x1a\n\x16INSTANCE_STATE_LANDING\x10\x04\x12\x18\n\x14INSTANCE_STATE_READY\x10\x05\x12\x19\n\x15INSTANCE_STATE_PAUSED\x10\x06\x12\x1b\n\x17INSTANCE_STATE_UPDATING\x10\x07\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x08\x12\x1a\n\x16INSTANCE_STATE_STOPPED\x10\t\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aseedrelay/v1/weights.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\"F\n\x06\x46ormat\x12\'\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\x18.seedrelay.v1.FormatFact\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\")\n\nFormatFact\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"v\n\tPlacement\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\x05\x12\x1c\n\x14\x65xpert_parallel_size\x18\x02 \x01(\x05\x12\x19\n\x11redundant_experts\x18\x03 \x01(\x05\x12\x12\n\nexpert_map\x18\x04 \x01(\t\"<\n\x08\x41rtifact\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"\xd5\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x0f\n\x07strides\x18\x05 \x03(\x03\x12\x0e\n\x06offset\x18\x06 \x01(\x03\x12\x12\n\nbyte_count\x18\x07 \x01(\x03\x12\x0f\n\x07logical\x18\x08 \x01(\t\x12\r\n\x05\x61lias\x18\t \x01(\t\x12\'\n\x05parts\x18\n \x03(\x0b\x32\x18.seedrelay.v1.TensorPart\x12\x0e\n\x06sealed\x18\x0b \x01(\t\"\x9a\x01\n\nTensorPart\x12\x0f\n\x07logical\x18\x01 \x01(\t\x12\x12\n\nwhole_rows\x18\x02 \x01(\x03\x12\x15\n\rwhole_columns\x18\x03 \x01(\x03\x12\x11\n\tfirst_row\x18\x04 \x01(\x03\x12\x11\n\trow_count\x18\x05 \x01(\x03\x12\x14\n\x0c\x66irst_column\x18\x06 \x01(\x03\x12\x14\n\x0c\x63olumn_count\x18\x07 \x01(\x03\"\x81\x01\n\nWeightUnit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12*\n\x07tensors\x18\x04 \x03(\x0b\x32\x19.seedrelay.v1.TensorEntry\x12\x15\n\rblock_digests\x18\x05 \x03(\x0c\"\x8a\x01\n\x0bPullOptions\x12\x17\n\x0fsource_instance\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12#\n\x1brate_limit_bytes_per_second\x18\x03 \x01(\x03\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x96\x01\n\x0cPullProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x17\n\x0fsource_instance\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_verified\x18\x04 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x05 \x01(\x03\x12\x0c\n\x04note\x18\x06 \x01(\t\x12\x10\n\x08transfer\x18\x07 \x01(\t\"~\n\x08PathStep\x12\x17\n\x0fsource_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_verified\x18\x04 \x01(\x03\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05recut\x18\x06 \x01(\t\"\xf4\x02\n\nPullReport\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x04path\x18\x02 \x03(\x0b\x32\x16.seedrelay.v1.PathStep\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x13\n\x0b\x62ytes_moved\x18\x04 \x01(\x03\x12\x14\n\x0c\x62ytes_reread\x18\x05 \x01(\x03\x12\x15\n\rblocks_reused\x18\x06 \x01(\x03\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\x18\n\x10seconds_matching\x18\t \x01(\x01\x12\x18\n\x10seconds_transfer\x18\n \x01(\x01\x12\x16\n\x0eseconds_commit\x18\x0b \x01(\x01\x12\x15\n\rseconds_probe\x18\x0c \x01(\x01\x12\r\n\x05model\x18\r \x01(\t\x12\x1d\n\x15source_weights_digest\x18\x0e \x01(\t*\xc4\x02\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x1a\n\x16INSTANCE_STATE_LOADING\x10\x02\x12\x18\n\x14INSTANCE_STATE_DUMMY\x10\x03\x12\x1a\n\x16INSTANCE_STATE_LANDING\x10\x04\x12\x18\n\x14INSTANCE_STATE_READY\x10\x05\x12\x19\n\x15INSTANCE_STATE_PAUSED\x10\x06\x12\x1b\n\x17INSTANCE_STATE_UPDATING\x10\x07\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x08\x12\x1a\n\x16INSTANCE_STATE_STOPPED\x10\t\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'seedrelay.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCESTATE']._serialized_start=1629
-  _globals['_INSTANCESTATE']._serialized_end=1953
+  _globals['_INSTANCESTATE']._serialized_start=1676
+  _globals['_INSTANCESTATE']._serialized_end=2000
   _globals['_FORMAT']._serialized_start=76
   _globals['_FORMAT']._serialized_end=146
   _globals['_FORMATFACT']._serialized_start=148
   _globals['_FORMATFACT']._serialized_end=189
   _globals['_PLACEMENT']._serialized_start=191
-  _globals['_PLACEMENT']._serialized_end=262
-  _globals['_ARTIFACT']._serialized_start=264
-  _globals['_ARTIFACT']._serialized_end=324
-  _globals['_TENSORENTRY']._serialized_start=327
-  _globals['_TENSORENTRY']._serialized_end=540
-  _globals['_TENSORPART']._serialized_start=543
-  _globals['_TENSORPART']._serialized_end=697
-  _globals['_WEIGHTUNIT']._serialized_start=700
-  _globals['_WEIGHTUNIT']._serialized_end=829
-  _globals['_PULLOPTIONS']._serialized_start=832
-  _globals['_PULLOPTIONS']._serialized_end=970
-  _globals['_PULLPROGRESS']._serialized_start=973
-  _globals['_PULLPROGRESS']._serialized_end=1123
-  _globals['_PATHSTEP']._serialized_start=1125
-  _globals['_PATHSTEP']._serialized_end=1251
-  _globals['_PULLREPORT']._serialized_start=1254
-  _globals['_PULLREPORT']._serialized_end=1626
+  _globals['_PLACEMENT']._serialized_end=309
+  _globals['_ARTIFACT']._serialized_start=311
+  _globals['_ARTIFACT']._serialized_end=371
+  _globals['_TENSORENTRY']._serialized_start=374
+  _globals['_TENSORENTRY']._serialized_end=587
+  _globals['_TENSORPART']._serialized_start=590
+  _globals['_TENSORPART']._serialized_end=744
+  _globals['_WEIGHTUNIT']._serialized_start=747
+  _globals['_WEIGHTUNIT']._serialized_end=876
+  _globals['_PULLOPTIONS']._serialized_start=879
+  _globals['_PULLOPTIONS']._serialized_end=1017
+  _globals['_PULLPROGRESS']._serialized_start=1020
+  _globals['_PULLPROGRESS']._serialized_end=1170
+  _globals['_PATHSTEP']._serialized_start=1172
+  _globals['_PATHSTEP']._serialized_end=1298
+  _globals['_PULLREPORT']._serialized_start=1301
+  _globals['_PULLREPORT']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

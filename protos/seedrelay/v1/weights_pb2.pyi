@@ -52,12 +52,16 @@ class FormatFact(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("tensor_parallel_size", "expert_parallel_size")
+    __slots__ = ("tensor_parallel_size", "expert_parallel_size", "redundant_experts", "expert_map")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REDUNDANT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_MAP_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     expert_parallel_size: int
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ...) -> None: ...
+    redundant_experts: int
+    expert_map: str
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ..., redundant_experts: _Optional[int] = ..., expert_map: _Optional[str] = ...) -> None: ...
 
 class Artifact(_message.Message):
     __slots__ = ("name", "byte_count", "sha256")

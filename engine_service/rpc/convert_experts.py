@@ -1,0 +1,65 @@
+"""Protocol buffers ↔ where the experts of an engine lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine_service.core.expert_map import ExpertMap, Slots, holders
+from engine_service.core.expert_moves import known
+from engine_service.core.instance import Instance
+from engine_service.errors import InvalidRequest
+from engine_service.rpc.convert import placement_to_proto
+from relay_service.core.manifest import Unit, root_digest
+from seedrelay.v1 import engine_pb2
+
+
+def layers_from_proto(messages: Iterable[engine_pb2.LayerExperts]) -> dict[int, Slots]:
+    """Returns the layers of a map; the core checks them. Raises `InvalidRequest`."""
+    layers: dict[int, Slots] = {}
+    for message in messages:
+        if message.layer in layers:
+            raise InvalidRequest(f"layer {message.layer} stands twice", field="layers")
+        layers[message.layer] = tuple(tuple(group.experts) for group in message.groups)
+    if not layers:
+        raise InvalidRequest("no layer is named", field="layers")
+    return layers
+
+
+def map_to_proto(instance: Instance, layers: Iterable[int] = ()) -> engine_pb2.ExpertMap:
+    """Returns where the experts of some layers lie, or of all; with their digests.
+
+    Raises `WrongState` for a model without, `InvalidRequest` for a layer without.
+    """
+    experts = known(instance)
+    wanted = sorted(set(layers)) or sorted(experts.layers)
+    for layer in wanted:
+        if layer not in experts.layers:
+            raise InvalidRequest(f"layer {layer} has no experts", field="layers", found=str(layer))
+    units = [{unit.name: unit for unit in manifest.units} for manifest in instance.manifests]
+    return engine_pb2.ExpertMap(
+        expert_count=experts.experts,
+        placement=placement_to_proto(instance.placement),
+        layers=[
+            engine_pb2.LayerExperts(
+                layer=layer,
+                groups=[engine_pb2.GroupExperts(experts=g) for g in experts.layers[layer]],
+                digests=_digests(experts, layer, units, instance.placement.tensor_parallel_size),
+            )
+            for layer in wanted
+        ],
+    )
+
+
+def _digests(
+    experts: ExpertMap, layer: int, units: Sequence[dict[str, Unit]], parts: int
+) -> list[bytes]:
+    """Returns a root over the parts of each expert; none while one of them isn't verified."""
+    places, found = holders(experts.layers[layer]), []
+    for expert in range(experts.experts):
+        group = places[expert][0][0]
+        name = f"layer.{layer}.expert.{expert}"
+        held = [units[group * parts + part][name] for part in range(parts)]
+        if any(not unit.digests for unit in held):
+            return []
+        found.append(root_digest("expert", [unit.digest for unit in held]))
+    return found

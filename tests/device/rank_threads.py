@@ -1,0 +1,125 @@
+"""All ranks of an instance as threads of this process, joined by gloo as processes would be."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from tiny_llama import Sequence, start_message
+
+from engine_service.core.expert_map import Slots, moves
+from engine_service.core.messages import Sampled
+from engine_service.device import parallel
+from engine_service.device.rank import Rank
+from relay_service.core.manifest import Unit
+
+
+class Ranks:
+    """`tp` x `ep` ranks that serve a folder's weights, captured; use it in a `with` block."""
+
+    def __init__(self, folder: Path, tp: int = 1, ep: int = 1, **settings) -> None:
+        self.tp, self.ep = tp, ep
+        self.folder = folder
+        self._threads = ThreadPoolExecutor(tp * ep)
+        self._meeting = os.memfd_create("tests")
+        settings = {"collective_timeout_seconds": 60} | settings
+        self.starts = [
+            start_message(
+                folder, rank=rank, world_size=tp * ep, expert_parallel_size=ep, **settings
+            )
+            for rank in range(tp * ep)
+        ]
+        self.ranks: list[Rank] = []
+
+    def __enter__(self) -> Self:
+        self.ranks = list(self._threads.map(self._serving, self.starts))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+        os.close(self._meeting)
+        for name in [name for name in parallel._joined if name.startswith("tests")]:
+            del parallel._joined[name]
+
+    def each(self, work) -> list:
+        """Does something with every rank at once; returns what came of it, errors too."""
+
+        def attempt(rank: Rank):
+            try:
+                return work(rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                return error
+
+        return list(self._threads.map(attempt, self.ranks))
+
+    def _serving(self, start) -> Rank:
+        rank = Rank(start, self._meeting)
+        rank.load(self.folder, lambda _done, _total: None)
+        rank.capture()
+        return rank
+
+    def step(self, rows) -> Sampled:
+        """Runs a step on all ranks; they must agree."""
+        first, *others = self.each(lambda rank: rank.step(rows))
+        assert isinstance(first, Sampled), first
+        assert all(other == first for other in others), others
+        return first
+
+    def tokens(self, prompts, count: int = 10) -> list[list[int]]:
+        """Answers prompts one by one, then goes on with all of them together."""
+        sequences = [Sequence(p, first_block=8 * n) for n, p in enumerate(prompts)]
+        for sequence in sequences:
+            sequence.take(self.step((sequence.row(),)).tokens[0])
+        for _ in range(count):
+            self.decode(sequences)
+        return [sequence.output for sequence in sequences]
+
+    def decode(self, sequences: list[Sequence]) -> None:
+        """Decodes one token of each sequence, in one batch."""
+        sampled = self.step(tuple(sequence.row() for sequence in sequences))
+        for sequence, token in zip(sequences, sampled.tokens, strict=True):
+            sequence.take(token)
+
+    def stage(self, layer: int, slots: Slots) -> list:
+        """Stages a layer on all ranks, as the front does; returns their answers."""
+        old, digests = self.map.layers[layer], self.digests()
+        planned = moves(old, slots)
+
+        def work(rank: Rank):
+            group, part = rank.shard.experts.rank, rank.shard.rank
+            wanted = {
+                move.expert: digests[move.source * self.tp + part][
+                    f"layer.{layer}.expert.{move.expert}"
+                ]
+                for move in planned
+                if move.target == group
+            }
+            return rank.experts.stage(layer, slots, wanted)
+
+        return self.each(work)
+
+    def move(self, layer: int, slots: Slots) -> None:
+        """Moves a layer's experts on all ranks."""
+        for answers in (self.stage(layer, slots), self.each(lambda rank: rank.experts.move())):
+            assert not any(isinstance(answer, Exception) for answer in answers), answers
+
+    def digests(self) -> list[dict[str, tuple[bytes, ...]]]:
+        """Returns the digests of every unit as its bytes are now, by rank and name."""
+        return [{unit.name: unit.digests for unit in self.units(rank)} for rank in self.ranks]
+
+    def units(self, rank: Rank) -> tuple[Unit, ...]:
+        """Returns the units of a rank with digests of their bytes."""
+        return rank.arena.digested().units
+
+    @property
+    def map(self):
+        """Where the experts lie; all ranks must agree."""
+        first, *others = [rank.shard.experts.map for rank in self.ranks]
+        assert all(other == first for other in others)
+        return first
+
+
+def alone(folder: Path, prompts, count: int = 10, **settings) -> list[list[int]]:
+    """Returns the tokens that one rank makes."""
+    with Ranks(folder, **settings) as ranks:
+        return ranks.tokens(prompts, count)
