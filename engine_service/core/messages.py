@@ -106,6 +106,10 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
     """Fills the arena from a checkpoint folder. Answered by `Loaded`."""
 
     folder: str
+    narrow: bool = True
+    """Whether tensors may lose bits in the arena's type: it was asked for by name."""
+    bytes_per_second: int = 0
+    """Most bytes to read in a second; 0 for no limit."""
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -168,12 +172,36 @@ class Captured(msgspec.Struct, frozen=True, tag=True):
     """Whether the decode layer is one that was compiled ahead of time."""
 
 
+class Conversion(msgspec.Struct, frozen=True):
+    """Checkpoint tensors that an arena holds in another type or format than their own."""
+
+    source: str
+    target: str
+    lossy: bool
+    """Whether the target cannot hold every number of the source."""
+    tensors: int
+    example: str
+    """Name of the first one."""
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank did to fill its arena from a checkpoint."""
+
+    bytes_read: int
+    """Of the checkpoint, as far as this rank needs it."""
+    bytes_held: int
+    """Most bytes that waited in memory for the rest of their matrices."""
+    bytes_spilled: int
+    """Most bytes that waited in a file, because more than about a layer came out of order."""
+    conversions: tuple[Conversion, ...] = ()
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The arena holds the checkpoint and is sealed."""
 
     manifest: Manifest
     """With digests, computed while loading."""
-    bytes_read: int
+    report: LoadReport
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):

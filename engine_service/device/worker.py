@@ -134,7 +134,10 @@ class Worker:
             case messages.Step():
                 return rank.step(command.rows)
             case messages.LoadDisk():
-                return rank.load(Path(command.folder), self._progress)
+                return rank.load(
+                    Path(command.folder), self._progress,
+                    narrow=command.narrow, bytes_per_second=command.bytes_per_second,
+                )  # fmt: skip
             case messages.RecordProbe():
                 return rank.record_probe()
             case messages.Capture():

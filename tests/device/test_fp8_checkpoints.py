@@ -64,7 +64,7 @@ def _loaded(folder, name="fp8", dtype="float32"):
     rank = Rank(start_message(folder, dtype, weight_format=name))
     seen = []
     loaded = rank.load(folder, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (loaded.bytes_read, loaded.bytes_read)
+    assert seen[-1] == (loaded.report.bytes_read,) * 2
     assert rank.arena.digested() == loaded.manifest
     return rank
 
