@@ -37,6 +37,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             {
                 "rank": r.rank, "pid": r.pid, "arena_bytes": r.arena_bytes, "digest": r.digest,
                 "arena_address": r.arena_address, "page_kind": r.page_kind, "sealed": r.sealed,
+                "load": load(r.load) if r.HasField("load") else None,
             }
             for r in status.ranks
         ],
@@ -58,6 +59,22 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
         "phases": [
             {"name": p.name, "begin_seconds": p.begin_seconds, "end_seconds": p.end_seconds}
             for p in status.phases
+        ],
+    }  # fmt: skip
+
+
+def load(done: engine_pb2.LoadReport) -> dict[str, Any]:
+    """Returns what loading from disk did."""
+    return {
+        "bytes_read": done.bytes_read,
+        "bytes_held": done.bytes_held,
+        "bytes_spilled": done.bytes_spilled,
+        "conversions": [
+            {
+                "source": c.source, "target": c.target, "lossy": c.lossy,
+                "tensors": c.tensor_count, "example": c.example,
+            }
+            for c in done.conversions
         ],
     }  # fmt: skip
 

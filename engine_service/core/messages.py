@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine_service.core.load_report import LoadReport
 from relay_service.core.manifest import Manifest
 
 
@@ -170,30 +171,6 @@ class Captured(msgspec.Struct, frozen=True, tag=True):
     """When the model was built and the ranks had met."""
     compiled: bool = False
     """Whether the decode layer is one that was compiled ahead of time."""
-
-
-class Conversion(msgspec.Struct, frozen=True):
-    """Checkpoint tensors that an arena holds in another type or format than their own."""
-
-    source: str
-    target: str
-    lossy: bool
-    """Whether the target cannot hold every number of the source."""
-    tensors: int
-    example: str
-    """Name of the first one."""
-
-
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank did to fill its arena from a checkpoint."""
-
-    bytes_read: int
-    """Of the checkpoint, as far as this rank needs it."""
-    bytes_held: int
-    """Most bytes that waited in memory for the rest of their matrices."""
-    bytes_spilled: int
-    """Most bytes that waited in a file, because more than about a layer came out of order."""
-    conversions: tuple[Conversion, ...] = ()
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,16 +120,22 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _open_shards(folder: Path, index: dict[str, str]) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
-    misplaced = []
+    places: dict[str, list[str]] = {}
     for shard in sorted(set(index.values())):
         if not (folder / shard).is_file():
             raise CheckpointError(f"{shard}: missing, but {INDEX_FILE} names it", file=shard)
         for name, tensor in read_file(folder / shard).items():
-            if name in tensors:
-                misplaced.append(f"{name} lies in {tensors[name].origin} and in {shard}")
-            elif index.get(name) != shard:
-                place = f"in {index[name]}" if name in index else "nowhere"
-                misplaced.append(f"{name} lies in {shard}, {INDEX_FILE} puts it {place}")
-            tensors.setdefault(name, tensor)
-    misplaced += [f"{shard} lacks {name}" for name, shard in index.items() if name not in tensors]
-    return Checkpoint(tensors, tuple(misplaced))
+            places.setdefault(name, []).append(shard)
+            tensors[name] = tensor
+    return Checkpoint(tensors, tuple(_misplaced(places, index)))
+
+
+def _misplaced(places: dict[str, list[str]], index: dict[str, str]) -> Iterator[str]:
+    for name, shards in places.items():
+        if len(shards) > 1:
+            yield f"{name} lies in {' and in '.join(shards)}"
+        elif shards[0] != index.get(name):
+            yield f"{name} lies in {shards[0]}, {INDEX_FILE} says {index.get(name, 'nothing')}"
+    for name, shard in index.items():
+        if name not in places:
+            yield f"{name} does not lie in {shard}, where {INDEX_FILE} puts it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from engine_service.core.messages import Conversion
+from engine_service.core.load_report import Conversion
 from engine_service.device.checkpoint import TensorHeader
 from engine_service.device.dtypes import SCALES_SUFFIX, stored_dtype
 from engine_service.device.formats.layouts import FP8, FP8_UE8M0, Layout

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine_service.core.messages import LoadReport
+from engine_service.core.load_report import LoadReport
 from engine_service.device.arena import Arena
 from engine_service.device.checkpoint import TensorHeader, open_checkpoint
 from engine_service.device.collector import Collector
@@ -83,7 +83,7 @@ def load(
     """
     checkpoint = open_checkpoint(folder)
     stored = {name: one for name, one in checkpoint.tensors.items() if not options.unread(name)}
-    processed = _processed(stored, slices, matrices)
+    processed = processed_matrices(stored, slices, matrices)
     check_filled(arena.manifest, processed)
     layouts = {name: one.layout for name, one in processed.items()}
     found = list(changes(arena.manifest, stored, layouts))
@@ -108,7 +108,7 @@ def load(
     return Filled(manifest, report)
 
 
-def _processed(
+def processed_matrices(
     headers: Mapping[str, TensorHeader], slices: Mapping[str, Slice], matrices: Iterable[Linear]
 ) -> dict[str, Linear]:
     """Returns the matrices that a format fills, by each of their arena tensors.

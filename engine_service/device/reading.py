@@ -55,7 +55,8 @@ def read_files(
             step = max(1, most // part.dtype.itemsize)
             for first in range(0, part.slice.elements, step):
                 count = min(step, part.slice.elements - first)
-                time.sleep(bucket.delay(count * part.dtype.itemsize))
+                if delay := bucket.delay(count * part.dtype.itemsize):
+                    time.sleep(delay)
                 collector.land(name, first, count, _reading(files[lies.path], lies, part, first))
                 progress(collector.bytes_landed, collector.bytes_total)
 
