@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROGRESS_BYTES = 16 << 20
+_PROGRESS_SECONDS = 0.5
 
 
 class Worker:
@@ -45,7 +46,7 @@ class Worker:
         self._channel = channel
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
-        self._reported_bytes = 0
+        self._reported_bytes, self._reported_at = 0, 0.0
         self._planned: tuple[messages.Start, Plan] | None = None
         self._imported_at = self._built_at = 0.0
         self._importing = threading.Thread(target=self._import, daemon=True)
@@ -152,8 +153,9 @@ class Worker:
         return messages.Done()
 
     def _progress(self, done: int, total: int) -> None:
-        if done == total or not 0 <= done - self._reported_bytes < _PROGRESS_BYTES:
-            self._reported_bytes = done
+        far = not 0 <= done - self._reported_bytes < _PROGRESS_BYTES
+        if done == total or far or time.monotonic() > self._reported_at + _PROGRESS_SECONDS:
+            self._reported_bytes, self._reported_at = done, time.monotonic()
             self._channel.send(messages.encode(messages.Progress(done, total)))
 
     def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:
