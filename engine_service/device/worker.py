@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,16 @@ _PROGRESS_SECONDS = 0.5
 class Worker:
     """Answers the commands of one front."""
 
-    def __init__(self, channel: BlockingChannel, rendezvous_fd: int = -1) -> None:
+    def __init__(
+        self, channel: BlockingChannel, rendezvous_fd: int = -1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """`rendezvous_fd` is the memory file in which the ranks of an instance meet."""
         self._channel = channel
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
-        self._reported_bytes, self._reported_at = 0, 0.0
+        self._clock = clock
+        self._reported_bytes, self._reported_at = 0, clock()
         self._planned: tuple[messages.Start, Plan] | None = None
         self._imported_at = self._built_at = 0.0
         self._importing = threading.Thread(target=self._import, daemon=True)
@@ -153,9 +158,9 @@ class Worker:
         return messages.Done()
 
     def _progress(self, done: int, total: int) -> None:
-        far = not 0 <= done - self._reported_bytes < _PROGRESS_BYTES
-        if done == total or far or time.monotonic() > self._reported_at + _PROGRESS_SECONDS:
-            self._reported_bytes, self._reported_at = done, time.monotonic()
+        now, far = self._clock(), not 0 <= done - self._reported_bytes < _PROGRESS_BYTES
+        if done == total or far or now >= self._reported_at + _PROGRESS_SECONDS:
+            self._reported_bytes, self._reported_at = done, now
             self._channel.send(messages.encode(messages.Progress(done, total)))
 
     def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:
