@@ -51,11 +51,12 @@ def check_fit(
         "unknown tensors": unknown,
         "a head of its own": untied,
         "tensors of another shape": [
-            f"{name} has shape {list(one.shape)}, the model needs {list(shapes[name])}"
-            for name, one in found.items() if one.shape != shapes[name]
+            f"{one.origin}: {name} has shape {list(one.shape)}, the model needs {list(shape)}"
+            for name, shape in shapes.items()
+            if (one := headers.get(name)) and one.shape != shape
         ],
         "tensors of another type": [
-            f"{name} has dtype {one.dtype}, which is not a supported floating type"
+            f"{one.origin}: {name} has dtype {one.dtype}, which is not a supported floating type"
             for name, one in found.items()
             if not _is_read(one, scaled=name + SCALES_SUFFIX in shapes)
         ],
@@ -91,7 +92,7 @@ def _refuse(headers: Mapping[str, TensorHeader], faults: Mapping[str, Sequence[s
         return
     counts = ", ".join(f"{len(words)} {kind}" for kind, words in found.items())
     lists = "; ".join(f"{kind}: {listed(words)}" for kind, words in found.items())
-    first = next(iter(found.values()))[0].partition(" ")[0]
+    first = next(iter(found.values()))[0].rpartition(": ")[2].partition(" ")[0]
     details = {"tensor": first, "found": counts}
     if first in headers:
         details["file"] = headers[first].origin

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +132,7 @@ class Filling:
     def _empty(self):
         units = llama_format.unit_specs(self._config, self._served, self._shard, self._layout)
         arena = MemfdArena(lay_out(self._shard.rank, units), "tests")
+        os.close(arena.descriptors[0])  # it stays mapped; nobody shares it, and there are many
         own = rank_config(self._config, self._shard)
         return arena, list(Llama(own, arena.tensors, layout=self._layout).matrices())
 
