@@ -86,6 +86,9 @@ def engine(
     rate_limit: Annotated[
         str, typer.Option(help="Such as 64MiB/s, for being filled; 0 for no limit.")
     ] = "",
+    read_rate_limit: Annotated[
+        str, typer.Option(help="Such as 64MiB/s, for reading weights, per rank; 0 for no limit.")
+    ] = "",
     max_context_tokens: Annotated[int, typer.Option(help="Most tokens of one request.")] = 8192,
     kv_cache_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache holds.")] = 16384,
     max_running: Annotated[int, typer.Option(help="Most requests that run at once.")] = 32,
@@ -121,6 +124,7 @@ def engine(
             weight_format=weight_format, compiled=compiled, device=device,
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
+            read_limit_bytes_per_second=parse_rate(read_rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting,
             prefill_chunk_tokens=prefill_chunk_tokens, on_rank_death=on_rank_death,

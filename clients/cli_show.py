@@ -27,6 +27,10 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
     for rank in shown["ranks"]:
         say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
             f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip
+        for one in rank["load"]["conversions"] if rank["load"] else ():
+            lossy = "lossy" if one["lossy"] else "exact"
+            say(f"    {one['tensors']} tensors {one['source']} → {one['target']} ({lossy}), "
+                f"first {one['example']}")  # fmt: skip
 
 
 def relay(shown: dict[str, object], *, as_json: bool) -> None:

@@ -37,6 +37,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             {
                 "rank": r.rank, "pid": r.pid, "arena_bytes": r.arena_bytes, "digest": r.digest,
                 "arena_address": r.arena_address, "page_kind": r.page_kind, "sealed": r.sealed,
+                "load": load(r.load) if r.HasField("load") else None,
             }
             for r in status.ranks
         ],
@@ -97,6 +98,22 @@ def expert_moves(message: engine_pb2.SetExpertMapResponse) -> dict[str, Any]:
         "seconds_staged": message.seconds_staged,
         "seconds_paused": message.seconds_paused,
     }
+
+
+def load(done: engine_pb2.LoadReport) -> dict[str, Any]:
+    """Returns what loading from disk did."""
+    return {
+        "bytes_read": done.bytes_read,
+        "bytes_held": done.bytes_held,
+        "bytes_spilled": done.bytes_spilled,
+        "conversions": [
+            {
+                "source": c.source, "target": c.target, "lossy": c.lossy,
+                "tensors": c.tensor_count, "example": c.example,
+            }
+            for c in done.conversions
+        ],
+    }  # fmt: skip
 
 
 def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:

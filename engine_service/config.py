@@ -66,6 +66,8 @@ class EngineConfig:
     """Only transport to fill through: `shm` or `grpc`; empty to choose by probing."""
     rate_limit_bytes_per_second: int = 0
     """Most bytes per second to fill with; 0 for no limit."""
+    read_limit_bytes_per_second: int = 0
+    """Most bytes per second that a rank reads of a checkpoint; 0 for no limit."""
     max_context_tokens: int = 8192
     """Most tokens of prompt and answer; the model's own limit if that is less."""
     kv_cache_tokens: int = 16384

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
+from engine_service.core.load_report import say_loaded
+from engine_service.core.messages import LoadDisk, Loaded
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.ports import FillProgress
 from engine_service.errors import EngineError, FillFailed, FillTimeout, RelayUnreachable
@@ -66,9 +68,21 @@ class BringUp:
                 _log.warning("not attached yet: %s", error)
 
     async def _load(self) -> None:
-        await self._instance.capture()  # first: a model that cannot serve need not be read
-        await self._instance.load()
-        await self._instance.serve_from_disk()
+        """Reads the weights from the model folder. Raises `CheckpointError`."""
+        instance, config = self._instance, self._instance.config
+        await instance.capture()  # first: a model that cannot serve need not be read
+        command = LoadDisk(
+            config.model,
+            narrow=config.dtype != "auto",  # then nobody has asked for a narrower type
+            bytes_per_second=config.read_limit_bytes_per_second,
+        )
+        began = time.monotonic()
+        with instance.phases.measure("load"):
+            replies = await instance.ranks.same(command, Loaded)
+        instance.manifests = [reply.manifest for reply in replies]
+        instance.load_reports = [reply.report for reply in replies]
+        say_loaded(instance.identity.name, instance.load_reports, time.monotonic() - began)
+        await instance.serve_from_disk()
 
     async def _from_relay(self) -> None:
         instance = self._instance

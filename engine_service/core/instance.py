@@ -15,11 +15,10 @@ from engine_service.config import EngineConfig
 from engine_service.core.engine import Engine
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
+from engine_service.core.load_report import LoadReport
 from engine_service.core.messages import (
     Capture,
     Captured,
-    LoadDisk,
-    Loaded,
     Recorded,
     RecordProbe,
     Start,
@@ -74,6 +73,8 @@ class Instance:
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
+        self.load_reports: list[LoadReport] = []
+        """By rank, of weights from disk."""
         self.filling: FillProgress | None = None
         """How far a fill is, while there is one."""
         self.lent = False
@@ -129,12 +130,6 @@ class Instance:
         self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
         self.experts = self.ranks.arenas[0].experts
-
-    async def load(self) -> None:
-        """Reads the weights from the model folder. Raises `CheckpointError`."""
-        with self.phases.measure("load"):
-            replies = await self.ranks.same(LoadDisk(self.config.model), Loaded)
-        self.manifests = [reply.manifest for reply in replies]
 
     async def capture(self) -> None:
         """Builds the model and captures it, once; whoever comes later waits for that."""

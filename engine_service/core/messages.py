@@ -11,6 +11,7 @@ import msgspec
 
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.expert_messages import ExpertCommand, ExpertReply
+from engine_service.core.load_report import LoadReport
 from engine_service.core.rank_config import RankConfig
 from relay_service.core.manifest import Manifest
 
@@ -88,6 +89,10 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
     """Fills the arena from a checkpoint folder. Answered by `Loaded`."""
 
     folder: str
+    narrow: bool = True
+    """Whether tensors may lose bits in the arena's type: it was asked for by name."""
+    bytes_per_second: int = 0
+    """Most bytes to read in a second; 0 for no limit."""
 
 
 class Capture(msgspec.Struct, frozen=True, tag=True):
@@ -157,7 +162,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
     manifest: Manifest
     """With digests, computed while loading."""
-    bytes_read: int
+    report: LoadReport
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):

@@ -1,15 +1,17 @@
-"""Opens a checkpoint folder: which tensors it holds, where, and that it is sound.
+"""Opens a checkpoint folder: which tensors it holds, where, and that its files are sound.
 
 The safetensors library judges each file; what it lets pass (a name that stands twice
-in a header) is judged here. Nothing stays mapped: bytes are read with `preadv`.
+in a header) is judged here. Nothing stays mapped: bytes are read with `preadv`. Where
+files and index disagree is told to whoever checks the whole.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -20,28 +22,43 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a checkpoint."""
+class TensorHeader(msgspec.Struct, frozen=True):
+    """What is known of a checkpoint tensor before its bytes."""
 
     name: str
-    path: Path
+    origin: str
+    """Where it comes from: the name of a file."""
     dtype: str
     """As safetensors calls it, such as `BF16`."""
     shape: tuple[int, ...]
+
+
+class StoredTensor(TensorHeader, frozen=True):
+    """One tensor of a file."""
+
+    path: Path
     offset: int
     """Bytes from the start of the file."""
     nbytes: int
+
+
+class Checkpoint(NamedTuple):
+    """The tensors of a folder."""
+
+    tensors: dict[str, StoredTensor]
+    misplaced: tuple[str, ...] = ()
+    """In words, what the index says otherwise than the files."""
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+def open_checkpoint(folder: Path) -> Checkpoint:
     """Returns all tensors of a checkpoint by name, without reading their data.
 
     With an index, the index decides: files that it does not name are ignored. Raises
-    `CheckpointError` naming the file and, where there is one, the tensor.
+    `CheckpointError` naming a file that is missing or unsound.
     """
     index = folder / INDEX_FILE
     if index.is_file():
@@ -50,7 +67,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}", file=str(folder)
         )
-    return read_file(folder / SINGLE_FILE)
+    return Checkpoint(read_file(folder / SINGLE_FILE))
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
@@ -63,7 +80,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path.name}: {error}", file=path.name) from error
     return {
         name: StoredTensor(
-            name, path, entry["dtype"], tuple(entry["shape"]),
+            name, path.name, entry["dtype"], tuple(entry["shape"]), path,
             start + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0],
         )
         for name, entry in header.items()
@@ -101,21 +118,24 @@ def _read_index(path: Path) -> dict[str, str]:
     return shards
 
 
-def _open_shards(folder: Path, index: dict[str, str]) -> dict[str, StoredTensor]:
+def _open_shards(folder: Path, index: dict[str, str]) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
+    places: dict[str, list[str]] = {}
     for shard in sorted(set(index.values())):
         if not (folder / shard).is_file():
             raise CheckpointError(f"{shard}: missing, but {INDEX_FILE} names it", file=shard)
         for name, tensor in read_file(folder / shard).items():
-            if (place := index.get(name, "no file")) != shard:
-                raise CheckpointError(
-                    f"{shard}: holds {name}, which {INDEX_FILE} puts in {place}",
-                    file=shard, tensor=name,
-                )  # fmt: skip
+            places.setdefault(name, []).append(shard)
             tensors[name] = tensor
+    return Checkpoint(tensors, tuple(_misplaced(places, index)))
+
+
+def _misplaced(places: dict[str, list[str]], index: dict[str, str]) -> Iterator[str]:
+    for name, shards in places.items():
+        if len(shards) > 1:
+            yield f"{name} lies in {' and in '.join(shards)}"
+        elif shards[0] != index.get(name):
+            yield f"{name} lies in {shards[0]}, {INDEX_FILE} says {index.get(name, 'nothing')}"
     for name, shard in index.items():
-        if name not in tensors:
-            raise CheckpointError(
-                f"{shard}: lacks {name}, which {INDEX_FILE} puts there", file=shard, tensor=name
-            )
-    return tensors
+        if name not in places:
+            yield f"{name} does not lie in {shard}, where {INDEX_FILE} puts it"

@@ -97,7 +97,7 @@ class ExpertMover:
         for expert, unit in zip(experts.slots(layer), units, strict=True):
             name = f"layer.{layer}.expert.{expert}"
             tensors = tuple(
-                msgspec.structs.replace(entry, name=spec.name, logical=spec.logical)
+                msgspec.structs.replace(entry, name=spec.name, logical=spec.logical, cut=spec.cut)
                 for entry, spec in zip(unit.tensors, called[name].tensors, strict=True)
             )
             renamed.append(msgspec.structs.replace(unit, name=name, tensors=tensors))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from engine_service.device.checkpoint import StoredTensor
+from engine_service.device.checkpoint import TensorHeader
+from engine_service.device.converting import Change
 from engine_service.device.dtypes import SCALES_SUFFIX, SERVED, stored_dtype
 from engine_service.device.formats.layouts import BLOCK
 from engine_service.device.models.llama_format import EMBEDDING, HEAD
@@ -15,33 +15,56 @@ from relay_service.core.dtypes import DType
 from relay_service.core.manifest import Manifest
 
 _MAX_LISTED = 8
-_COMPARE_BYTES = 1 << 20
 # Old exports carry the frequencies; the tables are computed from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_fit(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `CheckpointError` listing what is missing, unknown or of another shape or type.
+def check_fit(
+    headers: Mapping[str, TensorHeader], shapes: _Shapes, changes: Iterable[Change],
+    *, misplaced: Sequence[str] = (), narrow: bool, tied_equal: Callable[[], bool],
+) -> None:  # fmt: skip
+    """Raises one `CheckpointError` that lists everything that does not fit.
 
-    `shapes` names every tensor that the model needs. A head beside tied embeddings is
-    let pass when it equals the embedding. A matrix of a layer or a head may be float8 beside
-    its scales, one per block of 128 by 128.
+    A matrix of a layer or a head may be float8 beside its scales, one per block of 128 by
+    128. A head beside tied embeddings is let pass when it equals the embedding: the two are
+    one storage, so one that differs could only be dropped, and is refused.
+
+    Args:
+        headers: Of all tensors that there are, by name.
+        shapes: Of all tensors that the model needs, by name.
+        changes: What becomes of their numbers.
+        misplaced: In words, where an index and files disagree.
+        narrow: Whether a tensor may lose bits because its type was asked for.
+        tied_equal: Compares a head and an embedding of equal type and shape.
     """
-    shapes = {**shapes, **_scale_shapes(stored, shapes)}
-    missing = [name for name in shapes if name not in stored]
-    if missing:
-        raise CheckpointError(f"missing tensors: {listed(missing)}", tensor=missing[0])
-    unknown = [name for name in stored if name not in shapes and not _IGNORED.search(name)]
-    if HEAD in unknown and EMBEDDING in stored:
-        _check_tied(stored[HEAD], stored[EMBEDDING])
+    shapes = {**shapes, **_scale_shapes(headers, shapes)}
+    found = {name: headers[name] for name in shapes if name in headers}
+    unknown = [name for name in headers if name not in shapes and not _IGNORED.search(name)]
+    untied = []
+    if HEAD in unknown and EMBEDDING in headers:
         unknown.remove(HEAD)
-    if unknown:
-        raise CheckpointError(
-            f"{stored[unknown[0]].path.name}: unknown tensors: {listed(unknown)}",
-            file=stored[unknown[0]].path.name, tensor=unknown[0],
-        )  # fmt: skip
-    for name, shape in shapes.items():
-        _check_tensor(stored[name], shape, scaled=name + SCALES_SUFFIX in shapes)
+        untied = _untied(headers[HEAD], headers[EMBEDDING], tied_equal)
+    _refuse(headers, {
+        "misplaced tensors": misplaced,
+        "missing tensors": [name for name in shapes if name not in headers],
+        "unknown tensors": unknown,
+        "a head of its own": untied,
+        "tensors of another shape": [
+            f"{one.origin}: {name} has shape {list(one.shape)}, the model needs {list(shape)}"
+            for name, shape in shapes.items()
+            if (one := headers.get(name)) and one.shape != shape
+        ],
+        "tensors of another type": [
+            f"{one.origin}: {name} has dtype {one.dtype}, which is not a supported floating type"
+            for name, one in found.items()
+            if not _is_read(one, scaled=name + SCALES_SUFFIX in shapes)
+        ],
+        "tensors that would lose bits": [] if narrow else [
+            f"{one.tensor} is {one.source} and would be held as {one.target}"
+            for one in changes if one.lossy and not one.by_name
+        ],
+    })  # fmt: skip
 
 
 def check_filled(manifest: Manifest, processed: Container[str]) -> None:
@@ -62,49 +85,41 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _scale_shapes(
-    stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _refuse(headers: Mapping[str, TensorHeader], faults: Mapping[str, Sequence[str]]) -> None:
+    """Raises what was found, each kind with its number and its first names."""
+    found = {kind: words for kind, words in faults.items() if words}
+    if not found:
+        return
+    counts = ", ".join(f"{len(words)} {kind}" for kind, words in found.items())
+    lists = "; ".join(f"{kind}: {listed(words)}" for kind, words in found.items())
+    first = next(iter(found.values()))[0].rpartition(": ")[2].partition(" ")[0]
+    details = {"tensor": first, "found": counts}
+    if first in headers:
+        details["file"] = headers[first].origin
+    if found.keys() == {"tensors that would lose bits"}:
+        details["hint"] = "name the type with --dtype to have them converted"
+    summary = f"{counts}. " if len(found) > 1 else ""
+    raise CheckpointError(f"the checkpoint does not fit the model: {summary}{lists}", **details)
+
+
+def _scale_shapes(headers: Mapping[str, TensorHeader], shapes: _Shapes) -> _Shapes:
     """Names the scales that must be there too."""
     return {
         name + SCALES_SUFFIX: tuple(-(-size // BLOCK) for size in shape)
         for name, shape in shapes.items()
         if len(shape) > 1 and name != EMBEDDING
-        if name in stored and stored_dtype(stored[name].dtype) is DType.F8_E4M3
+        if name in headers and stored_dtype(headers[name].dtype) is DType.F8_E4M3
     }
 
 
-def _check_tensor(stored: StoredTensor, shape: tuple[int, ...], *, scaled: bool) -> None:
-    where = {"file": stored.path.name, "tensor": stored.name}
-    if stored.shape != shape:
-        raise CheckpointError(
-            f"{stored.path.name}: {stored.name} has shape {list(stored.shape)}, "
-            f"the model needs {list(shape)}",
-            expected=str(list(shape)), found=str(list(stored.shape)), **where,
-        )  # fmt: skip
-    if (dtype := stored_dtype(stored.dtype)) is None or (dtype is DType.F8_E4M3 and not scaled):
-        raise CheckpointError(
-            f"{stored.path.name}: {stored.name} has dtype {stored.dtype}, which is not a "
-            "supported floating type",
-            found=stored.dtype, **where,
-        )  # fmt: skip
+def _is_read(header: TensorHeader, *, scaled: bool) -> bool:
+    dtype = stored_dtype(header.dtype)
+    return dtype is not None and (dtype is not DType.F8_E4M3 or scaled)
 
 
-def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
+def _untied(head: TensorHeader, embedding: TensorHeader, equal: Callable[[], bool]) -> list[str]:
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if not same or not _equal_bytes(head, embedding):
-        raise CheckpointError(
-            f"{head.path.name}: {head.name} differs from {embedding.name}, but the "
-            "configuration ties them (tie_word_embeddings)",
-            file=head.path.name, tensor=head.name,
-        )  # fmt: skip
-
-
-def _equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    with one.path.open("rb") as left, other.path.open("rb") as right:
-        for done in range(0, one.nbytes, _COMPARE_BYTES):
-            size = min(_COMPARE_BYTES, one.nbytes - done)
-            mine = os.pread(left.fileno(), size, one.offset + done)
-            if mine != os.pread(right.fileno(), size, other.offset + done):
-                return False
-    return True
+    if same and equal():
+        return []
+    found = f"{head.name} differs from {embedding.name}, but the configuration ties them"
+    return [f"{found} (tie_word_embeddings)"]

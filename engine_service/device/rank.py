@@ -11,7 +11,7 @@ from engine_service.device.audit import audit
 from engine_service.device.devices import open_device
 from engine_service.device.expert_moves import ExpertMover
 from engine_service.device.kv_cache import KVCache
-from engine_service.device.loading import load
+from engine_service.device.loading import LoadOptions, load
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Llama
 from engine_service.device.parallel import join
@@ -77,24 +77,30 @@ class Rank:
         audit(self.model, self.arena, self.cache)
         self.graphs.capture()
 
-    def load(self, folder: Path, progress: Progress) -> messages.Loaded:
+    def load(
+        self, folder: Path, progress: Progress, *, narrow: bool = True, bytes_per_second: int = 0
+    ) -> messages.Loaded:
         """Fills the arena from a checkpoint and seals it.
 
-        Raises `CheckpointError`, and `WrongState` when the weights already serve.
+        `narrow` and `bytes_per_second` are those of `LoadDisk`. Raises `CheckpointError`, and
+        `WrongState` when the weights already serve.
         """
         if self.arena.sealed:
             raise WrongState("the arena is sealed: its weights serve")
-        manifest, bytes_read = load(
+        manifest, report = load(
             self.arena,
             folder,
             llama_format.checkpoint_slices(self.config, self.shard, self.layout),
             llama_format.computed_tensors(self.config),
             self.model.matrices(),
-            unread=llama_format.unread_by(self.config, self.shard),
+            options=LoadOptions(
+                unread=llama_format.unread_by(self.config, self.shard),
+                narrow=narrow, bytes_per_second=bytes_per_second,
+            ),
             progress=progress,
-        )
+        )  # fmt: skip
         self.arena.seal()
-        return messages.Loaded(manifest, bytes_read)
+        return messages.Loaded(manifest, report)
 
     def step(self, rows: tuple[messages.Row, ...]) -> messages.Sampled:
         """Runs a batch. Raises `WrongState` while others could still write the weights."""

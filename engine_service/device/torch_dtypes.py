@@ -1,8 +1,9 @@
-"""Translates element types of the manifest to those of torch."""
+"""Translates element types of the manifest to those of torch, and tensors to bytes."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from relay_service.core.dtypes import DType
 
@@ -26,3 +27,8 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.F4_E2M1X2: torch.float4_e2m1fn_x2,
 }
 MANIFEST_DTYPES = {found: dtype for dtype, found in TORCH_DTYPES.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor of the host, without a copy."""
+    return tensor.view(torch.uint8).flatten().numpy().data

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,17 +37,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROGRESS_BYTES = 16 << 20
+_PROGRESS_SECONDS = 0.5
 
 
 class Worker:
     """Answers the commands of one front."""
 
-    def __init__(self, channel: BlockingChannel, rendezvous_fd: int = -1) -> None:
+    def __init__(
+        self, channel: BlockingChannel, rendezvous_fd: int = -1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """`rendezvous_fd` is the memory file in which the ranks of an instance meet."""
         self._channel = channel
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
-        self._reported_bytes = 0
+        self._clock = clock
+        self._reported_bytes, self._reported_at = 0, clock()
         self._planned: tuple[messages.Start, Plan] | None = None
         self._imported_at = self._built_at = 0.0
         self._importing = threading.Thread(target=self._import, daemon=True)
@@ -137,7 +143,10 @@ class Worker:
             case messages.Step():
                 reply = rank.step(command.rows)
             case messages.LoadDisk():
-                reply = rank.load(Path(command.folder), self._progress)
+                reply = rank.load(
+                    Path(command.folder), self._progress,
+                    narrow=command.narrow, bytes_per_second=command.bytes_per_second,
+                )  # fmt: skip
             case messages.RecordProbe():
                 reply = rank.record_probe()
             case StageExperts() | MoveExperts() | DropExperts():
@@ -155,8 +164,9 @@ class Worker:
         return reply
 
     def _progress(self, done: int, total: int) -> None:
-        if done == total or not 0 <= done - self._reported_bytes < _PROGRESS_BYTES:
-            self._reported_bytes = done
+        now, far = self._clock(), not 0 <= done - self._reported_bytes < _PROGRESS_BYTES
+        if done == total or far or now >= self._reported_at + _PROGRESS_SECONDS:
+            self._reported_bytes, self._reported_at = done, now
             self._channel.send(messages.encode(messages.Progress(done, total)))
 
     def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:

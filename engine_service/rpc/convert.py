@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf import duration_pb2
 
 from engine_service.core.instance import Instance
+from engine_service.core.load_report import LoadReport
 from engine_service.core.ports import FillProgress, FillReport
 from engine_service.errors import InvalidRequest
 from relay_service.core.format import Placement
@@ -161,6 +162,7 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
 
 def _ranks_to_proto(instance: Instance) -> list[engine_pb2.RankStatus]:
     ranks = instance.ranks
+    loads: list[LoadReport | None] = [*instance.load_reports] or [None] * len(ranks.workers)
     shown = weights_digest(instance.manifests) == instance.engine.weights.digest
     return [
         engine_pb2.RankStatus(
@@ -171,8 +173,23 @@ def _ranks_to_proto(instance: Instance) -> list[engine_pb2.RankStatus]:
             arena_address=arena.address,
             page_kind=arena.page_kind,
             sealed=is_sealed(descriptors[0]),
+            load=_load_to_proto(load) if load else None,
         )
-        for worker, arena, manifest, descriptors in zip(
-            ranks.workers, ranks.arenas, instance.manifests, ranks.descriptors, strict=False
+        for worker, arena, manifest, descriptors, load in zip(
+            ranks.workers, ranks.arenas, instance.manifests, ranks.descriptors, loads, strict=False
         )
     ]
+
+
+def _load_to_proto(report: LoadReport) -> engine_pb2.LoadReport:
+    conversions = [
+        engine_pb2.Conversion(
+            source=one.source, target=one.target, lossy=one.lossy, tensor_count=one.tensors,
+            example=one.example,
+        )
+        for one in report.conversions
+    ]  # fmt: skip
+    return engine_pb2.LoadReport(
+        bytes_read=report.bytes_read, bytes_held=report.bytes_held,
+        bytes_spilled=report.bytes_spilled, conversions=conversions,
+    )  # fmt: skip

@@ -233,7 +233,9 @@ def _root(domain: bytes, parts: list[bytes]) -> bytes:
 
 
 def _nameless(unit: Unit) -> Unit:
-    tensors = tuple(msgspec.structs.replace(one, name="", logical="") for one in unit.tensors)
+    tensors = tuple(
+        msgspec.structs.replace(one, name="", logical="", cut=UNSAID) for one in unit.tensors
+    )
     return msgspec.structs.replace(unit, name="", tensors=tensors)
 
 

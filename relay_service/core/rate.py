@@ -25,14 +25,18 @@ class TokenBucket:
 
     async def take(self, nbytes: int) -> None:
         """Waits until `nbytes` may pass. Takers are let through in their order."""
+        if delay := self.delay(nbytes):
+            await asyncio.sleep(delay)
+
+    def delay(self, nbytes: int) -> float:
+        """Counts `nbytes` as taken; returns the seconds to wait before they may pass."""
         if not self.bytes_per_second:
-            return
+            return 0.0
         now = time.monotonic()
         start = max(now, self._free_at)
         # A pause earns no credit: a limit is a promise to the one who shares the link.
         self._free_at = start + nbytes / self.bytes_per_second
-        if start > now:
-            await asyncio.sleep(start - now)
+        return start - now
 
 
 def parse_rate(text: str) -> int:

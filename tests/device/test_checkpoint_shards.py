@@ -54,7 +54,10 @@ def _two_values(folder):
 BROKEN_INDEX = {
     "shard absent": (_lose_shard, "model-2-of-2"),
     "tensor in two shards": (_two_values, NORM),
-    "tensor absent": (lambda f: _shard(f, odd="model-1-of-2.safetensors"), "lacks odd"),
+    "tensor absent": (
+        lambda f: _shard(f, odd="model-1-of-2.safetensors"),
+        "odd does not lie in model-1",
+    ),
     "path outside": (lambda f: _shard(f, odd="../model.safetensors"), "not the name of a shard"),
     "no JSON": (lambda f: (f / INDEX).write_text("{"), INDEX),
 }

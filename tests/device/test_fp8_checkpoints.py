@@ -24,7 +24,7 @@ EVEN = {
 """Every part of a fused matrix ends with a block, and so does half of it."""
 
 
-def _checkpoint(folder, *, powers=False, **changes):
+def write_float8(folder, *, powers=False, **changes):
     """Writes a checkpoint whose layers are float8, with scales that are powers of two or not."""
     write_checkpoint(folder, **(EVEN | changes))
     tensors = load_file(folder / FILE)
@@ -64,7 +64,7 @@ def _loaded(folder, name="fp8", dtype="float32"):
     rank = Rank(start_message(folder, dtype, weight_format=name))
     seen = []
     loaded = rank.load(folder, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (loaded.bytes_read, loaded.bytes_read)
+    assert seen[-1] == (loaded.report.bytes_read,) * 2
     assert rank.arena.digested() == loaded.manifest
     return rank
 
@@ -76,7 +76,7 @@ def _fused(tensors, names, suffix=""):
 @pytest.mark.parametrize(("name", "powers"), [("fp8", False), ("fp8", True), ("fp8-ue8m0", True)])
 def test_blocks_are_kept_as_they_are(tmp_path, caplog, name, powers):
     """Fused too: numbers and scales are the checkpoint's, to the bit, and nothing is logged."""
-    folder = _checkpoint(tmp_path, powers=powers)
+    folder = write_float8(tmp_path, powers=powers)
     held, stored = _loaded(folder, name).arena.tensors, load_file(folder / FILE)
     for matrix, parts in {
         "qkv": ("self_attn.q", "self_attn.k", "self_attn.v"), "output": ("self_attn.o",),
@@ -93,7 +93,7 @@ def test_blocks_are_kept_as_they_are(tmp_path, caplog, name, powers):
 @torch.inference_mode()
 def test_another_format_reads_what_the_numbers_stand_for(tmp_path, name):
     """Exactly, in float32; a product with blocks is a product with that."""
-    folder = _checkpoint(tmp_path, intermediate_size=200)
+    folder = write_float8(tmp_path, intermediate_size=200)
     layer = rank_layer(folder, name, torch.float32, Shard())
     expected = _plain(load_file(folder / FILE), DOWN)
     assert torch.equal(layer.down(torch.eye(200)).T, expected)
@@ -103,7 +103,7 @@ def test_another_format_reads_what_the_numbers_stand_for(tmp_path, name):
 @torch.inference_mode()
 def test_each_of_two_ranks_holds_its_part(tmp_path, ffn, caplog):
     """Cut between two blocks numbers stay as they are; cut through one they are rounded anew."""
-    folder = _checkpoint(tmp_path, intermediate_size=ffn)
+    folder = write_float8(tmp_path, intermediate_size=ffn)
     layers = [rank_layer(folder, "fp8", torch.float32, Shard(rank, 2)) for rank in range(2)]
     stored, eye = load_file(folder / FILE), torch.eye(ffn // 2)
     found = torch.cat([layer.down(eye).T for layer in layers], 1)
@@ -123,7 +123,7 @@ def _cut_output(stored):
 
 def test_a_seam_through_a_block_is_rounded_anew_and_logged(tmp_path, caplog):
     """Query, key and value of 64 rows each would share a block; the others are kept."""
-    folder = _checkpoint(tmp_path, head_dim=64, num_hidden_layers=1)
+    folder = write_float8(tmp_path, head_dim=64, num_hidden_layers=1)
     held, stored = _loaded(folder).arena.tensors, load_file(folder / FILE)
     expected = torch.cat([_plain(stored, f"{LAYER}self_attn.{each}_proj.weight") for each in "qkv"])
     rows = held["layer.0.qkv.scale"].repeat_interleave(128, 0)[: len(expected)]
@@ -135,13 +135,13 @@ def test_a_seam_through_a_block_is_rounded_anew_and_logged(tmp_path, caplog):
 
 def test_scales_between_powers_of_two_are_rounded_anew_and_logged(tmp_path, caplog):
     """A byte of exponent cannot hold them."""
-    _loaded(_checkpoint(tmp_path, num_hidden_layers=1), "fp8-ue8m0")
+    _loaded(write_float8(tmp_path, num_hidden_layers=1), "fp8-ue8m0")
     assert caplog.text.count("layer.0.") == 4
 
 
 def test_a_head_may_be_float8_too(tmp_path):
     """It is served in the type of the model."""
-    folder = _checkpoint(tmp_path, tie_word_embeddings=False)
+    folder = write_float8(tmp_path, tie_word_embeddings=False)
     tensors = load_file(folder / FILE)
     tensors[HEAD], tensors[HEAD + "_scale_inv"] = _quantised(tensors[HEAD], powers=False)
     save_file(tensors, folder / FILE)
@@ -150,7 +150,7 @@ def test_a_head_may_be_float8_too(tmp_path):
 
 def test_a_number_that_is_none_never_looks_like_one(tmp_path):
     """NaN among float8 numbers reaches the logits, where it is refused."""
-    folder = _checkpoint(tmp_path)
+    folder = write_float8(tmp_path)
     tensors = load_file(folder / FILE)
     tensors[DOWN].view(torch.uint8)[3, 5] = 0x7F
     save_file(tensors, folder / FILE)
@@ -188,7 +188,7 @@ BROKEN = {
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, case):
     """Before anything is changed."""
     change, words = BROKEN[case]
-    folder = _checkpoint(tmp_path)
+    folder = write_float8(tmp_path)
     tensors = load_file(folder / FILE)
     change(tensors)
     save_file(tensors, folder / FILE)
@@ -199,7 +199,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, case):
 def test_settings_of_a_quantised_checkpoint_are_those_of_its_model(tmp_path):
     """A dummy of the ordinary model can be filled from one: the facts are the same."""
     ordinary = write_checkpoint(tmp_path / "ordinary", **(EVEN | {"quantization_config": None}))
-    quantised = _checkpoint(tmp_path / "quantised")
+    quantised = write_float8(tmp_path / "quantised")
     assert json.loads((quantised / "config.json").read_text())["quantization_config"]
     ranks = [Rank(start_message(one, weight_format="fp8")) for one in (ordinary, quantised)]
     assert ranks[0].facts == ranks[1].facts

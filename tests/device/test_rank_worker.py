@@ -112,7 +112,7 @@ def test_a_seed_loads_captures_and_serves(seed, captured):
     assert isinstance(seed.loaded, Loaded)
     assert seed.loaded.manifest.verified
     assert seed.loaded.manifest == captured.arena.digested()
-    total = seed.loaded.bytes_read
+    total = seed.loaded.report.bytes_read
     assert seed.progress[-1] == Progress(total, total)
     here, there = Sequence(PROMPT), Sequence(PROMPT)
     run(captured.runner.step, [here], 8)

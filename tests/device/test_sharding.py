@@ -32,10 +32,10 @@ def _rank_arena(folder, config, shard, served="float32"):
         lay_out(shard.rank, unit_specs(config, served_dtype(served), shard)), "tests"
     )
     slices = checkpoint_slices(config, shard)
-    manifest, bytes_read = load(arena, folder, slices, computed_tensors(config))
+    manifest, report = load(arena, folder, slices, computed_tensors(config))
     assert manifest == arena.digested()
     itemsize = torch.float32.itemsize  # as the checkpoint has it
-    assert bytes_read == itemsize * sum(piece.elements for piece in slices.values())
+    assert report.bytes_read == itemsize * sum(piece.elements for piece in slices.values())
     return arena
 
 

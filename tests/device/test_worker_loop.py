@@ -41,15 +41,17 @@ def test_an_unexpected_error_ends_the_rank(tied, monkeypatch, part, method, comm
 
 
 def test_progress_of_a_long_load_is_bounded():
-    """One message per 16 MiB and one at the end, however small the pieces are."""
+    """A message per 16 MiB or half a second, and at the end, however small the pieces are."""
     ours, theirs = socket.socketpair()
-    served, total = Worker(BlockingChannel(theirs)), 100 << 20
+    now = [0.0]
+    served, total = Worker(BlockingChannel(theirs), clock=lambda: now[0]), 100 << 20
     for done in range(1 << 20, total + 1, 1 << 20):
+        now[0] += 0.25 if done in (33 << 20, 34 << 20) else 0.0
         served._progress(done, total)
     theirs.close()
     front = BlockingChannel(ours)
-    seen = [messages.decode_reply(front.receive()).bytes_done >> 20 for _ in range(7)]
-    assert seen == [16, 32, 48, 64, 80, 96, 100]
+    seen = [messages.decode_reply(front.receive()).bytes_done >> 20 for _ in range(8)]
+    assert seen == [16, 32, 34, 50, 66, 82, 98, 100]
     with pytest.raises(ChannelClosed):
         front.receive()
     front.close()

@@ -1,6 +1,8 @@
 """Makes tiny random Llama checkpoints, and ranks and sequences that serve them."""
 
+import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,12 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from engine_service.core.messages import RankConfig, Row, Sampling, Start
+from engine_service.device.checkpoint import read_file
 from engine_service.device.config import ModelConfig, parse_config
+from engine_service.device.dtypes import served_dtype
 from engine_service.device.formats.layouts import choose_layout
-from engine_service.device.loading import load
+from engine_service.device.loading import load, processed_matrices
 from engine_service.device.memfd_arena import MemfdArena
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Layer, Llama
+from engine_service.device.parts import parts_of
 from engine_service.device.rank import Rank
 from engine_service.device.sharding import Shard, rank_config
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES
@@ -100,6 +105,43 @@ def rank_part(
     computed = llama_format.computed_tensors(config)
     load(arena, folder, slices, computed, model.matrices())
     return arena, model
+
+
+class Filling:
+    """What a checkpoint folder fills, for one rank, in one format."""
+
+    def __init__(
+        self, folder: Path, name: str, dtype: str, rank: int = 0, *, ranks: int = 1
+    ) -> None:
+        self.folder, self.file = folder, folder / "model.safetensors"
+        self._config = parse_config((folder / "config.json").read_bytes())
+        self._shard, self._served = Shard(rank, ranks), served_dtype(dtype)
+        self._layout = choose_layout(name, self._served, "cpu")
+        self._slices = llama_format.checkpoint_slices(self._config, self._shard)
+
+    @functools.cached_property
+    def expected(self):
+        """The manifest that a load in order makes."""
+        arena, matrices = self._empty()
+        computed = llama_format.computed_tensors(self._config)
+        return load(arena, self.folder, self._slices, computed, matrices).manifest
+
+    def fresh(self):
+        """Returns an arena of zeros, and what a collector needs to fill it."""
+        arena, matrices = self._empty()
+        headers = read_file(self.file)
+        return (
+            arena, parts_of(headers, self._slices),
+            processed_matrices(headers, self._slices, matrices),
+            llama_format.computed_tensors(self._config),
+        )  # fmt: skip
+
+    def _empty(self):
+        units = llama_format.unit_specs(self._config, self._served, self._shard, self._layout)
+        arena = MemfdArena(lay_out(self._shard.rank, units), "tests")
+        os.close(arena.descriptors[0])  # it stays mapped; nobody shares it, and there are many
+        own = rank_config(self._config, self._shard)
+        return arena, list(Llama(own, arena.tensors, layout=self._layout).matrices())
 
 
 class Sequence:

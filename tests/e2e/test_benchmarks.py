@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
-def _run(name: str) -> dict[str, Any]:
+def _run(name: str, *arguments: str) -> dict[str, Any]:
     """Runs a benchmark as a smoke test and returns what it wrote."""
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--quick"],
+        [sys.executable, "-m", f"benchmarks.{name}", "--quick", *arguments],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -90,3 +90,13 @@ def test_weight_formats_runs() -> None:
     written = _run("weight_formats")
     assert {"fp8_over_plain_96x64_b1", "int4_over_plain_64x160_b32"} <= written["figures"].keys()
     assert all(row["microseconds_b8"] > 0 for row in written["rows"])
+
+
+def test_loading_runs() -> None:
+    """A format that is processed is loaded from disk, and pulled as the same bytes."""
+    written = _run("loading", "--formats", "fp8")
+    assert {"fp8_disk_over_relay", "peak_extra_layers"} <= written["figures"].keys()
+    assert [row["method"] for row in written["rows"]] == [
+        "fp8 disk, memory", "fp8 disk", "fp8 relay",
+    ]  # fmt: skip
+    assert all(row["seconds"] > 0 for row in written["rows"])

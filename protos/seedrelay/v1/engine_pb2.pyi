@@ -273,7 +273,7 @@ class AbortResponse(_message.Message):
     def __init__(self, aborted: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "pid", "arena_bytes", "digest", "arena_address", "page_kind", "sealed")
+    __slots__ = ("rank", "pid", "arena_bytes", "digest", "arena_address", "page_kind", "sealed", "load")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,7 @@ class RankStatus(_message.Message):
     ARENA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_KIND_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     arena_bytes: int
@@ -288,7 +289,34 @@ class RankStatus(_message.Message):
     arena_address: int
     page_kind: str
     sealed: bool
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., arena_address: _Optional[int] = ..., page_kind: _Optional[str] = ..., sealed: _Optional[bool] = ...) -> None: ...
+    load: LoadReport
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., arena_address: _Optional[int] = ..., page_kind: _Optional[str] = ..., sealed: _Optional[bool] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("bytes_read", "bytes_held", "bytes_spilled", "conversions")
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HELD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SPILLED_FIELD_NUMBER: _ClassVar[int]
+    CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
+    bytes_read: int
+    bytes_held: int
+    bytes_spilled: int
+    conversions: _containers.RepeatedCompositeFieldContainer[Conversion]
+    def __init__(self, bytes_read: _Optional[int] = ..., bytes_held: _Optional[int] = ..., bytes_spilled: _Optional[int] = ..., conversions: _Optional[_Iterable[_Union[Conversion, _Mapping]]] = ...) -> None: ...
+
+class Conversion(_message.Message):
+    __slots__ = ("source", "target", "lossy", "tensor_count", "example")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLE_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    lossy: bool
+    tensor_count: int
+    example: str
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., lossy: _Optional[bool] = ..., tensor_count: _Optional[int] = ..., example: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_context_tokens", "max_running", "max_waiting", "kv_block_tokens", "prefill_chunk_tokens")
