@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_service.device.formats import onednn
-from engine_service.device.formats.operators import opaque
+from engine_service.device.formats.operators import leaf
 
 _mkldnn = torch.ops.mkldnn
 
@@ -22,16 +22,25 @@ def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
     onednn.write(_pack(weight.to(stored[0].dtype).contiguous()), stored[0])
 
 
+def multiply(hidden: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies `[tokens, columns]` by a matrix that is plain, or as `described` returns it."""
+    product: Tensor = _mkldnn._linear_pointwise.default(hidden, matrix, None, "none", [], "")  # noqa: SLF001 - its only name
+    return product
+
+
 def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     """Multiplies. See `Kernel`."""
-    return _product(hidden, stored[0])
+    return _product(hidden, *stored)
 
 
-@opaque("packed_product")
+def described(stored: Tensor, columns: int) -> Tensor:
+    """Returns a matrix that reads what lies in an arena tensor, also what lands there later."""
+    return _tiles(stored.data_ptr(), stored.shape[0], columns, stored.dtype)
+
+
+@leaf(multiply)
 def _product(hidden: Tensor, packed: Tensor) -> Tensor:
-    tiles = _tiles(packed.data_ptr(), packed.shape[0], hidden.shape[-1], packed.dtype)
-    product: Tensor = _mkldnn._linear_pointwise.default(hidden, tiles, None, "none", [], "")  # noqa: SLF001 - its only name
-    return product
+    return multiply(hidden, described(packed, hidden.shape[-1]))
 
 
 @functools.lru_cache(maxsize=1 << 16)
