@@ -55,6 +55,15 @@ def _attend(
     return _prefill(query, *context) if query.shape[0] > 1 else _decode_one(query, *context)
 
 
+def decode_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
+    slots: Tensor, tables: Tensor, lengths: Tensor,
+) -> Tensor:  # fmt: skip
+    """Decodes several sequences in calls that a compiler follows; for the rest see the operator."""
+    _store(key, value, keys, values, slots)
+    return _decode_many(query, keys, values, tables, lengths)
+
+
 def _attend_on_device(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor,
     slots: Tensor, tables: Tensor, lengths: Tensor,

@@ -24,12 +24,14 @@ from torch.export import Dim, export
 from engine_service.core.messages import Start
 from engine_service.core.rank_config import RankConfig
 from engine_service.device import precompiled
+from engine_service.device.attention import decode_in_graph
 from engine_service.device.config import parse_config
-from engine_service.device.formats.operators import with_operators
+from engine_service.device.formats.operators import for_compiler
 from engine_service.device.graphs import GraphRunner
 from engine_service.device.rank import Rank
 from engine_service.errors import CaptureError, EngineError
 
+_IN_GRAPH = {torch.ops.seedrelay.paged_attention.default: decode_in_graph}
 _SMALL_VOCABULARY = 256
 _MOST_ROWS = 1 << 16
 
@@ -56,13 +58,27 @@ def compile_layer(rank: Rank) -> tuple[Path, bool]:
         finally:
             tempfile.tempdir = None
         library = _unpacked(package, ".wrapper.so")
-        _unpacked(package, ".wrapper.json").replace(precompiled.operators_of(place))
+        operators = _unpacked(package, ".wrapper.json", '{"nodes": []}')
+        operators.replace(precompiled.operators_of(place))
         digest = Path(scratch) / "digest"
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         digest.chmod(0o600)
         digest.replace(precompiled.digest_of(place))
         library.replace(place)  # last: what is there is complete
     return place, True
+
+
+def _take_weights_as_inputs() -> None:
+    """Lets the compiler call oneDNN's product with a matrix that is no constant of the graph."""
+    # Imported here: the compiler takes a second.
+    from torch._inductor import lowering, mkldnn_ir, mkldnn_lowerings  # noqa: F401 - registers its own
+    product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - its only name
+    calls = {product.default: mkldnn_ir.LinearUnary, product.binary: mkldnn_ir.LinearBinary}
+    for overload, call in calls.items():
+
+        @lowering.register_lowering(overload, type_promotion_kind=None)
+        def _(*operands: Any, create: Any = call.create) -> Any:
+            return lowering.TensorBox.create(create(*operands))
 
 
 @torch.no_grad()
@@ -75,28 +91,29 @@ def _compile(graphs: GraphRunner, into: Path) -> None:
     by_row, cached = {0: rows}, {0: blocks}
     places = [by_row, {0: rows, 1: width}, by_row]
     shapes = (*fixed, by_row, by_row, by_row, cached, cached, *places)
-    # Inference tensors have no versions, which the exporter wants: these are copies.
-    given = tuple(tensor.clone() for tensor in (*weights, *inputs))
+    # Inference tensors have no versions, which the exporter wants: all of these are copies.
+    given = (*weights, *(tensor.clone() for tensor in inputs))
+    _take_weights_as_inputs()
     program = export(_Layer(graphs.layer), given, dynamic_shapes=(shapes,))
     torch._inductor.aoti_compile_and_package(program, package_path=str(into))  # noqa: SLF001 - its documented name
 
 
-def _unpacked(package: Path, ending: str) -> Path:
-    """Takes one file out of a package, for nobody else to write."""
+def _unpacked(package: Path, ending: str, otherwise: str = "") -> Path:
+    """Takes one file out of a package, for nobody else to write; what it is where none is there."""
     with zipfile.ZipFile(package) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(ending))
-        found = package.with_suffix(ending)
-        found.write_bytes(archive.read(name))
+        contents = [archive.read(name) for name in archive.namelist() if name.endswith(ending)]
+    found = package.with_suffix(ending)
+    found.write_bytes(contents[0] if contents else otherwise.encode())
     found.chmod(0o600)
     return found
 
 
 class _Layer(torch.nn.Module):
-    """The captured graph, in which everything that torch cannot follow is an operator."""
+    """The captured graph, with what the compiler takes in the place of calls."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
-        self._graph = fx.GraphModule(torch.nn.Module(), with_operators(graph.graph))
+        self._graph = fx.GraphModule(torch.nn.Module(), for_compiler(graph.graph, _IN_GRAPH))
 
     def forward(self, *inputs: Tensor) -> Any:
         """Computes the layer."""

@@ -19,6 +19,7 @@ from engine_service.device import precompiled
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.capture import Graph, kinds, prove, trace
 from engine_service.device.kv_cache import KVCache
+from engine_service.device.layers import Stage
 from engine_service.device.models.llama import Llama
 from engine_service.errors import CaptureError
 
@@ -67,9 +68,9 @@ class GraphRunner:
         return precompiled.place_of(self.layer, self._model.layers[0].weights(), self._cache)
 
     def layer_example(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Returns a layer's weights, and inputs of the fewest rows that a compiled one takes."""
+        """Returns what a compiled layer takes: like its weights, and the fewest rows of input."""
         *_, (_, inputs, *_) = self._examples()
-        return self._model.layers[0].weights(), inputs
+        return self._model.layers[0].stand_ins(), inputs
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -91,7 +92,7 @@ class GraphRunner:
         if twin := self._compiled_twin():
             by_kind, self._least = dict.fromkeys(layers, twin), precompiled.LEAST
         self._layers = [
-            (by_kind[type(layer)], tuple(layer.weights()), held)
+            (by_kind[type(layer)], tuple(layer.handed() if twin else layer.weights()), held)
             for layer, held in zip(model.layers, cache.layers, strict=True)
         ]
         self._embedding = _bind(graphs[0], model.embedding.weights())
@@ -125,7 +126,8 @@ class GraphRunner:
             return None
         layer, place = precompiled.load(self.compiled_place), self.compiled_place
         if layer:
-            prove(self._model.layers[0], layer, self.layer_example()[1])
+            first = self._model.layers[0]
+            prove(first, _of_stored(first, layer), self.layer_example()[1])
         elif self._wanted == "require":
             raise CaptureError(
                 f"the layer has not been compiled for this machine: {place} isn't there",
@@ -150,6 +152,16 @@ class GraphRunner:
         kinds_of_layers = len({type(layer) for layer in self._model.layers})
         layers = [(*layer, *places)] * kinds_of_layers
         return [(batch.tokens, batch.positions), *layers, (hidden,)]
+
+
+def _of_stored(stage: Stage, compiled: Graph) -> Graph:
+    """Returns a compiled stage that takes weights as they are stored."""
+    count = len(stage.weights())
+
+    def call(*inputs: Tensor) -> Any:
+        return compiled(*stage.bound(inputs[:count]).handed(), *inputs[count:])
+
+    return call
 
 
 def _bind(graph: Graph, weights: Sequence[Tensor]) -> Graph:

@@ -36,6 +36,22 @@ class Stage:
         """Returns the tensors of all weights, in the order of `WEIGHTS`."""
         return [tensor for held in self.held() for tensor in _tensors(held)]
 
+    def handed(self) -> list[Tensor]:
+        """Returns what a compiled stage takes in the place of `weights`, on the same memory."""
+        return [
+            tensor
+            for held in self.held()
+            for tensor in (held.handed if isinstance(held, Linear) else (held,))
+        ]
+
+    def stand_ins(self) -> list[Tensor]:
+        """Returns new tensors that look to the compiler like what `handed` returns."""
+        return [
+            tensor
+            for held in self.held()
+            for tensor in (held.stand_ins if isinstance(held, Linear) else (held.clone(),))
+        ]
+
     @property
     def dtype(self) -> torch.dtype:
         """The type in which the stage computes."""

@@ -24,7 +24,7 @@ from engine_service.errors import CaptureError
 
 LEAST = 2
 """Rows, and blocks per row."""
-_VERSION = 1
+_VERSION = 2
 _OTHERS_MAY_WRITE = 0o022
 
 

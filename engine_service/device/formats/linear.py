@@ -57,6 +57,20 @@ class Linear:
         """Rows, which its first tensor has too (see `Layout`), and columns of the matrix."""
         return rows_of(self.tensors[0]), self._columns
 
+    @property
+    def handed(self) -> tuple[Tensor, ...]:
+        """What a compiled layer takes in the place of `tensors`, on the same memory."""
+        if KERNELS[self.layout.name] is packed:
+            return (packed.described(self.tensors[0], self._columns),)
+        return self.tensors
+
+    @property
+    def stand_ins(self) -> tuple[Tensor, ...]:
+        """New tensors that look to the compiler like what `handed` returns."""
+        if KERNELS[self.layout.name] is packed:
+            return (self.tensors[0].new_empty(self.shape),)
+        return tuple(tensor.clone() for tensor in self.tensors)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns `[tokens, rows]` for `[tokens, columns]`."""
         return KERNELS[self.layout.name].forward(hidden, *self.tensors)

@@ -1,11 +1,11 @@
-"""Products that nobody looks into: one call in a traced graph, one operator to the compiler."""
+"""Products that a traced graph holds as one call, and what the compiler gets for each."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 Product = Callable[..., Tensor]
 _library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
-_operators: dict[Any, Any] = {}
+_compiled: dict[Any, Any] = {}
 
 
-def opaque(name: str, stored: int = 1) -> Callable[[Product], Product]:
-    """Wraps a product of input and so many arena tensors; the first says its rows: `Layout`."""
+def leaf(compiled: Product) -> Callable[[Product], Product]:
+    """Wraps a product of input and arena tensors, in whose place `compiled` is compiled."""
 
     def wrap(product: Product) -> Product:
         @functools.wraps(product)
@@ -28,22 +28,34 @@ def opaque(name: str, stored: int = 1) -> Callable[[Product], Product]:
                 return found
             return product(*tensors)
 
-        held = ", ".join(f"Tensor stored{number}" for number in range(stored))
-        _library.define(f"{name}(Tensor hidden, {held}) -> Tensor")  # type: ignore[no-untyped-call]
-        _library.impl(name, product, "CPU")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"seedrelay::{name}", _shaped, lib=_library)
-        _operators[called] = getattr(torch.ops.seedrelay, name).default
+        _compiled[called] = compiled
         return called
 
     return wrap
 
 
-def with_operators(graph: fx.Graph) -> fx.Graph:
-    """Returns a copy of a graph whose products the compiler can pass over."""
-    copied = copy.deepcopy(graph)
+def opaque(name: str, stored: int = 1) -> Callable[[Product], Product]:
+    """Wraps a product that the compiler calls and doesn't look into.
+
+    Of input and so many arena tensors, the first of which has its rows.
+    """
+
+    def wrap(product: Product) -> Product:
+        held = ", ".join(f"Tensor stored{number}" for number in range(stored))
+        _library.define(f"{name}(Tensor hidden, {held}) -> Tensor")  # type: ignore[no-untyped-call]
+        _library.impl(name, product, "CPU")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"seedrelay::{name}", _shaped, lib=_library)
+        return leaf(getattr(torch.ops.seedrelay, name).default)(product)
+
+    return wrap
+
+
+def for_compiler(graph: fx.Graph, others: Mapping[Any, Any]) -> fx.Graph:
+    """Returns a copy of a graph that the compiler can follow; of `others` too it gets the value."""
+    copied, known = copy.deepcopy(graph), _compiled | dict(others)
     for node in copied.nodes:
         if node.op == "call_function":
-            node.target = _operators.get(node.target, node.target)
+            node.target = known.get(node.target, node.target)
     return copied
 
 

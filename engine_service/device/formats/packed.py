@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine_service.device.formats import onednn, order, processor
-from engine_service.device.formats.operators import opaque
+from engine_service.device.formats.operators import leaf
 from engine_service.device.formats.tiles import Tiles
 
 _mkldnn = torch.ops.mkldnn
@@ -30,17 +30,26 @@ def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
         onednn.write(_pack(weight), packed)
 
 
+def multiply(hidden: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies `[tokens, columns]` by a matrix that is plain, or as `described` returns it."""
+    product: Tensor = _mkldnn._linear_pointwise.default(hidden, matrix, None, "none", [], "")  # noqa: SLF001 - its only name
+    return product
+
+
 def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     """Multiplies. See `Kernel`."""
-    return _product(hidden, stored[0])
+    return _product(hidden, *stored)
 
 
-@opaque("packed_product")
+def described(stored: Tensor, columns: int) -> Tensor:
+    """Returns a matrix that reads what lies in an arena tensor, also what lands there later."""
+    shape = onednn.rows_of(stored), columns
+    return _tiles(stored.data_ptr(), shape, stored.dtype, stored.dim())
+
+
+@leaf(multiply)
 def _product(hidden: Tensor, packed: Tensor) -> Tensor:
-    shape = onednn.rows_of(packed), hidden.shape[-1]
-    tiles = _tiles(packed.data_ptr(), shape, packed.dtype, packed.dim())
-    product: Tensor = _mkldnn._linear_pointwise.default(hidden, tiles, None, "none", [], "")  # noqa: SLF001 - its only name
-    return product
+    return multiply(hidden, described(packed, hidden.shape[-1]))
 
 
 @functools.lru_cache(maxsize=1 << 16)
