@@ -71,14 +71,17 @@ def compile_layer(rank: Rank) -> tuple[Path, bool]:
 def _take_weights_as_inputs() -> None:
     """Lets the compiler call oneDNN's product with a matrix that is no constant of the graph."""
     # Imported here: the compiler takes a second.
-    from torch._inductor import lowering, mkldnn_ir, mkldnn_lowerings  # noqa: F401 - registers its own
+    from torch._inductor import ir, lowering, mkldnn_ir, mkldnn_lowerings  # noqa: F401 - registers its own
+
     product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - its only name
-    calls = {product.default: mkldnn_ir.LinearUnary, product.binary: mkldnn_ir.LinearBinary}
+    calls: dict[Any, Any] = {
+        product.default: mkldnn_ir.LinearUnary, product.binary: mkldnn_ir.LinearBinary,
+    }  # fmt: skip
     for overload, call in calls.items():
 
         @lowering.register_lowering(overload, type_promotion_kind=None)
         def _(*operands: Any, create: Any = call.create) -> Any:
-            return lowering.TensorBox.create(create(*operands))
+            return ir.TensorBox.create(create(*operands))
 
 
 @torch.no_grad()
