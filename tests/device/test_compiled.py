@@ -10,18 +10,20 @@ import torch
 from oracles import make
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
+from engine_service.core.messages import Row, Sampling
 from engine_service.device import compiling, precompiled
 from engine_service.device.rank import Rank
+from engine_service.device.tolerance import relative_difference, tolerance
 from engine_service.errors import CaptureError
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 
 
-def _compile(folder, home):
+def _compile(folder, home, dtype="float32", weight_format="auto"):
     return subprocess.run(
         [
-            sys.executable, "-m", "clients", "model", "compile", str(folder),
-            "--dtype", "float32", "--threads", "1", "--json",
+            sys.executable, "-m", "clients", "model", "compile", str(folder), "--threads", "1",
+            "--dtype", dtype, "--weight-format", weight_format, "--json",
         ],
         env=os.environ | {"XDG_CACHE_HOME": str(home)},
         capture_output=True, text=True, check=False,
@@ -156,6 +158,39 @@ def test_a_failed_compilation_leaves_nothing(tied, tmp_path, monkeypatch):
     with pytest.raises(CaptureError, match="cannot be compiled: full"):
         compiling.compile_layer(rank)
     assert not list((tmp_path / "seedrelay" / "compiled").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("weight_format", "dtype"),
+    # A last bit of bfloat16 would decide, layer after layer, which way int8 rounds its input.
+    [("packed", "bfloat16"), ("int4", "bfloat16"), ("int8", "float32")],
+)
+@torch.inference_mode()
+def test_a_compiled_layer_reads_what_a_format_holds(
+    tied, tmp_path, monkeypatch, weight_format, dtype
+):
+    """Also what lands after it was captured, where the same bytes say something else."""
+    done = _compile(tied, tmp_path / "home", dtype, weight_format)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    other = write_checkpoint(tmp_path / "other", seed=9)
+    how = {"dtype": dtype, "weight_format": weight_format}
+    target, expected = (Rank(_start(tied, mode, **how)) for mode in ("require", "off"))
+    expected.load(other, lambda _done, _total: None, narrow=True)
+    for rank in (target, expected):
+        rank.capture()
+    for mine, theirs in zip(
+        target.arena.tensors.values(), expected.arena.tensors.values(), strict=True
+    ):
+        mine.copy_(theirs)
+    target.arena.seal()
+    rows = [Sequence([3 + n, 1, 4], first_block=8 * n).row() for n in range(3)]
+    target.step(rows)
+    expected.step(rows)
+    decoded = [Row((7,), 3, row.blocks, 0, Sampling()) for row in rows]
+    ours, theirs = target.runner.decode(decoded), expected.runner.decode(decoded)
+    assert relative_difference(ours, theirs) <= tolerance(getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "dots1"])
