@@ -50,7 +50,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     _store(key, value, keys, values, slots)
     if tables.shape[0] > 1:
-        return _decode_many(query, keys, values, tables, lengths)
+        return _decode_many(query, *_contexts(keys, values, tables), lengths)
     context = _context(keys, values, tables, int(lengths))
     return _prefill(query, *context) if query.shape[0] > 1 else _decode_one(query, *context)
 
@@ -61,7 +61,8 @@ def decode_in_graph(
 ) -> Tensor:  # fmt: skip
     """Decodes several sequences in calls that a compiler follows; for the rest see the operator."""
     _store(key, value, keys, values, slots)
-    return _decode_many(query, keys, values, tables, lengths)
+    # Not `_contexts`: of a flat table the compiler makes a division per few numbers.
+    return _decode_many(query, keys[tables].flatten(1, 2), values[tables].flatten(1, 2), lengths)
 
 
 def _attend_on_device(
@@ -71,7 +72,7 @@ def _attend_on_device(
     """Decodes without asking the host how long a context is: a CUDA graph could not."""
     _store(key, value, keys, values, slots)
     if query.shape[0] == tables.shape[0]:
-        return _decode_many(query, keys, values, tables, lengths)
+        return _decode_many(query, *_contexts(keys, values, tables), lengths)
     return _prefill(query, *_context(keys, values, tables, int(lengths)))
 
 
@@ -100,18 +101,21 @@ def _decode_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attended.reshape(1, heads, head_dim).contiguous()
 
 
-def _decode_many(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor
-) -> Tensor:
+def _contexts(keys: Tensor, values: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of every sequence, `[sequences, tokens, kv_heads, head_dim]`."""
+    flat, sizes = tables.flatten(), (tables.shape[0], -1)
+    return (
+        torch.unflatten(_gather(keys, flat), 0, sizes),
+        torch.unflatten(_gather(values, flat), 0, sizes),
+    )
+
+
+def _decode_many(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     rows, heads, head_dim = query.shape
-    table, kv_heads = tables.flatten(), keys.shape[2]
-    key_rows = _gather(keys, table).view(rows, -1, kv_heads, head_dim)
-    value_rows = _gather(values, table).view(rows, -1, kv_heads, head_dim)
-    positions = torch.arange(tables.shape[1] * keys.shape[1], device=tables.device)
-    reach = positions < lengths.unsqueeze(1)
+    reach = torch.arange(keys.shape[1], device=keys.device) < lengths.unsqueeze(1)
     attended = functional.scaled_dot_product_attention(
-        query.view(rows, kv_heads, -1, head_dim),
-        key_rows.transpose(1, 2), value_rows.transpose(1, 2),
+        query.view(rows, keys.shape[2], -1, head_dim),
+        keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=reach[:, None, None, :],
     )  # fmt: skip
     return attended.reshape(rows, heads, head_dim).contiguous()

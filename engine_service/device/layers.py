@@ -101,7 +101,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     `heads` is `[tokens, heads, rotated]`; `cos` and `sin` are `[tokens, 1, rotated]`, the
     first half of `sin` negated: exchanging the halves is then all that is left to do.
     """
-    return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+    halves = torch.unflatten(heads, -1, (2, -1))
+    exchanged = halves.flip(-2).flatten(-2)
+    return heads * cos + exchanged * sin
 
 
 def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
