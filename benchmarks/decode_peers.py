@@ -51,11 +51,10 @@ class Ours:
             sampling=engine_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
             stream_interval=self._interval,
         )
-        return [
-            time.perf_counter() - began
-            async for message in client.generate(request)
-            for _ in message.token_ids
-        ]
+        stamps: list[float] = []
+        async for message in client.generate(request):
+            stamps += [time.perf_counter() - began] * len(message.token_ids)
+        return stamps
 
 
 class Peer:

@@ -106,15 +106,20 @@ class Bench:
 
 
 def _judge(stamps: Stamps) -> table.Row:
-    begin, end = max(one[0] for one in stamps), min(one[-1] for one in stamps)
-    counted = sum(begin < stamp <= end for one in stamps for stamp in one)
+    begin = max(one[0] for one in stamps)
     gaps = [after - before for one in stamps for before, after in pairwise(one) if before >= begin]
     return {
-        "tokens_per_second": counted / (end - begin),
+        "tokens_per_second": sum(_rate(one, begin) for one in stamps),
         "first_token_ms": 1000 * stamps[0][0],
         "p50_ms": 1000 * statistics.median(gaps),
         "p99_ms": 1000 * statistics.quantiles(gaps, n=100)[98] if len(gaps) > 1 else 0.0,
     }
+
+
+def _rate(stamps: list[float], begin: float) -> float:
+    """Tokens per second of one answer, in whole messages since all have begun."""
+    since = max(stamp for stamp in stamps if stamp <= begin)
+    return sum(stamp > since for stamp in stamps) / (stamps[-1] - since)
 
 
 def compare(model: Path, options: argparse.Namespace, folder: Path) -> tuple[list[table.Row], dict]:

@@ -30,11 +30,12 @@ from relay_service.core.attachment import (
 )
 from relay_service.core.channel import AsyncChannel
 from relay_service.core.copies import Copy
+from relay_service.core.digests import block_digest
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, RankBlocks, State, Weights
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
-from relay_service.core.manifest import BLOCK_BYTES, Manifest, block_digest, weights_digest
+from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
 from relay_service.memory.host import HostArena, create_memfd, seal
 
 FORMAT = Format((("kernel_format", "1"), ("dtype", "bfloat16"), ("config.hidden_size", "64")))

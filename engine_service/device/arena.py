@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine_service.device.torch_dtypes import TORCH_DTYPES
 from engine_service.errors import ArenaError
-from relay_service.core.manifest import Manifest, TensorEntry, Unit, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import Manifest, TensorEntry, Unit
 from relay_service.memory.host import is_sealed, seal
 
 

@@ -28,7 +28,8 @@ from engine_service.device.places import Direct, Place, Waiting
 from engine_service.device.torch_dtypes import bytes_of
 from engine_service.device.waiting import WaitingRoom
 from engine_service.errors import CheckpointError
-from relay_service.core.manifest import Manifest, TensorEntry, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import Manifest, TensorEntry
 
 
 class Collector:

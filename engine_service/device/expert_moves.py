@@ -29,7 +29,8 @@ from engine_service.device.models.llama_format import layer_specs
 from engine_service.device.parallel import Group
 from engine_service.device.plan import Plan
 from engine_service.errors import ArenaError, ResourceExhausted, WrongState
-from relay_service.core.manifest import BLOCK_BYTES, Unit, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import BLOCK_BYTES, Unit
 
 
 class _Layer(NamedTuple):

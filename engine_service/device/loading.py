@@ -26,7 +26,8 @@ from engine_service.device.models.llama_format import EMBEDDING, HEAD
 from engine_service.device.parts import parts_of
 from engine_service.device.reading import Progress, equal_bytes, read_files
 from engine_service.device.sharding import Slice
-from relay_service.core.manifest import Manifest, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 

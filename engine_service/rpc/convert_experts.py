@@ -9,7 +9,8 @@ from engine_service.core.expert_moves import known
 from engine_service.core.instance import Instance
 from engine_service.errors import InvalidRequest
 from engine_service.rpc.convert import placement_to_proto
-from relay_service.core.manifest import Unit, root_digest
+from relay_service.core.digests import root_digest
+from relay_service.core.manifest import Unit
 from seedrelay.v1 import engine_pb2
 
 

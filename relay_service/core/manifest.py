@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import accumulate
 
 import msgspec
-import xxhash
 
 from relay_service.core.cut import UNSAID, Cut
+from relay_service.core.digests import root_digest
 from relay_service.core.dtypes import DType
 
 BLOCK_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class Unit(msgspec.Struct, frozen=True):
         It names neither the slot nor the rank, so an expert has one digest
         wherever it lies.
         """
-        return _root(b"unit", [self.nbytes.to_bytes(8, "little"), *self.digests])
+        return root_digest("unit", [self.nbytes.to_bytes(8, "little"), *self.digests])
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if not self.verified:
             return ""
         parts = [part for unit in self.units for part in (unit.name.encode(), unit.digest)]
-        return _root(b"rank", parts).hex()
+        return root_digest("rank", parts).hex()
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -201,35 +201,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return ""
 
 
-def block_digest(data: memoryview | bytes) -> bytes:
-    """Digests a block: XXH3-128 in canonical form, 16 bytes (github.com/Cyan4973/xxHash)."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def block_hasher() -> xxhash.xxh3_128:
-    """Returns what digests a block piece by piece, with the result of `block_digest`."""
-    return xxhash.xxh3_128()
-
-
 def weights_digest(manifests: list[Manifest]) -> str:
     """Root over all ranks, in hexadecimal; empty while one of them is incomplete."""
     roots = [manifest.digest for manifest in manifests]
     if not roots or not all(roots):
         return ""
-    return _root(b"weights", [root.encode() for root in roots]).hex()
-
-
-def root_digest(domain: str, digests: list[bytes]) -> bytes:
-    """Returns a root over digests, in their order; no other domain has the same."""
-    return _root(domain.encode(), digests)
-
-
-def _root(domain: bytes, parts: list[bytes]) -> bytes:
-    hasher = xxhash.xxh3_128(domain)
-    for part in parts:
-        hasher.update(len(part).to_bytes(8, "little"))
-        hasher.update(part)
-    return hasher.digest()
+    return root_digest("weights", [root.encode() for root in roots]).hex()
 
 
 def _nameless(unit: Unit) -> Unit:

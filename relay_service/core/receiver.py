@@ -9,8 +9,9 @@ import threading
 from collections.abc import Sequence
 
 from relay_service.core.copies import Copy
+from relay_service.core.digests import block_digest
 from relay_service.core.layout import gaps
-from relay_service.core.manifest import Manifest, block_digest
+from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Arena
 from relay_service.errors import CorruptBlock, InvalidRequest
 

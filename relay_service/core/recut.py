@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from relay_service.core.buffers import Scratch
 from relay_service.core.copies import Copy, within
+from relay_service.core.digests import block_digest
 from relay_service.core.holder import Holder
-from relay_service.core.manifest import BLOCK_BYTES, Manifest, block_digest
+from relay_service.core.manifest import BLOCK_BYTES, Manifest
 from relay_service.core.planner import Planner
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, InvalidRequest

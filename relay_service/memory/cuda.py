@@ -31,7 +31,8 @@ from contextlib import ExitStack
 
 from relay_service.core.buffers import address_of
 from relay_service.core.copies import Copy
-from relay_service.core.manifest import BLOCK_BYTES, block_hasher
+from relay_service.core.digests import block_hasher
+from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.errors import DeviceError, ManifestError, Refused
 from relay_service.memory.cuda_port import Driver
 from relay_service.memory.host import HostArena, create_memfd

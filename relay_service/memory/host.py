@@ -18,7 +18,8 @@ from pathlib import Path
 
 from relay_service.core.buffers import address_of
 from relay_service.core.copies import Copy
-from relay_service.core.manifest import HEADER_BYTES, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import HEADER_BYTES
 from relay_service.errors import ManifestError, ResourceExhausted
 from relay_service.memory.header import Header
 

@@ -9,7 +9,8 @@ from fake_libcuda import FakeLibrary
 from fakes import BytesArena, lay_out_bytes, random_bytes, seam_layout
 
 from relay_service.core.copies import Copy
-from relay_service.core.manifest import BLOCK_BYTES, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.errors import ManifestError, ResourceExhausted
 from relay_service.memory import cuda
 from relay_service.memory.cuda_driver import CudaDriver

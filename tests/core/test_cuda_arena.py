@@ -11,7 +11,8 @@ from fake_cuda import GRANULARITY, FakeDriver
 from fake_libcuda import FakeLibrary
 from fakes import lay_out_bytes, random_bytes
 
-from relay_service.core.manifest import BLOCK_BYTES, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.errors import DeviceError, ManifestError, Refused, ResourceExhausted
 from relay_service.memory import cuda, cuda_abi, cuda_driver
 from relay_service.memory.host import HostArena, create_memfd

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay_service.core.buffers import address_of
-from relay_service.core.manifest import HEADER_BYTES, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import HEADER_BYTES
 from relay_service.errors import ManifestError, ResourceExhausted
 from relay_service.memory.host import HostArena, create_memfd, is_sealed, seal
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay_service.core.cut import Cut, Part
+from relay_service.core.digests import block_digest
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec, check, lay_out
 from relay_service.core.manifest import (
@@ -15,7 +16,6 @@ from relay_service.core.manifest import (
     TENSOR_ALIGN,
     UNIT_ALIGN,
     Manifest,
-    block_digest,
     weights_digest,
 )
 from relay_service.errors import ManifestError

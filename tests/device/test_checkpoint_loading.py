@@ -14,7 +14,8 @@ from engine_service.device.loading import load
 from engine_service.device.models.llama_format import checkpoint_slices, computed_tensors
 from engine_service.device.rank import Rank
 from engine_service.errors import CheckpointError, WrongState
-from relay_service.core.manifest import BLOCK_BYTES, block_digest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import BLOCK_BYTES
 
 FILE = "model.safetensors"
 NORM = "model.norm.weight"

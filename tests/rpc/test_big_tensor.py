@@ -7,9 +7,9 @@ from fakes import FakeEngine, Memory
 
 from relay_service.config import socket_path
 from relay_service.core.attachment import Accepted
+from relay_service.core.digests import block_digest
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
-from relay_service.core.manifest import block_digest
 from seedrelay.v1 import weights_pb2
 
 BYTES = (4 << 30) + 1
