@@ -72,6 +72,7 @@ def _take_weights_as_inputs() -> None:
     """Lets the compiler call oneDNN's product with a matrix that is no constant of the graph."""
     # Imported here: the compiler takes a second.
     from torch._inductor import lowering, mkldnn_ir, mkldnn_lowerings  # noqa: F401 - registers its own
+
     product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - its only name
     calls = {product.default: mkldnn_ir.LinearUnary, product.binary: mkldnn_ir.LinearBinary}
     for overload, call in calls.items():

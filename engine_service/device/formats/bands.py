@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-BAND_ROWS = 256
+BAND_ROWS = 128
 """A multiple of the rows of every tile; more of them are no faster."""
 
 

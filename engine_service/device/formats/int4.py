@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.layouts import INT4_COLUMNS
 from engine_service.device.formats.operators import opaque
 
@@ -28,7 +29,7 @@ _MIDDLE = 8
 """The number that stands for a group's zero."""
 
 
-def process(weight: Tensor, stored: Sequence[Tensor], *, band_rows: int = BAND_ROWS) -> None:
+def process(weight: Matrix, stored: Sequence[Tensor], *, band_rows: int = BAND_ROWS) -> None:
     """Rounds and packs a matrix, so many rows at once. See `Kernel`."""
     packed, scales = stored
     groups, rows, _ = scales.shape

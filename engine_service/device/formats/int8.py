@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine_service.device.formats import onednn, order
 from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.operators import opaque
 from engine_service.device.formats.processor import INT8_ORDER
 
@@ -31,7 +32,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def process(
-    weight: Tensor, stored: Sequence[Tensor], whole: Tensor | None = None,
+    weight: Matrix, stored: Sequence[Tensor], whole: Matrix | None = None,
     *, band_rows: int = BAND_ROWS,
 ) -> None:  # fmt: skip
     """Rounds and packs a matrix, so many rows at once. See `Kernel`.

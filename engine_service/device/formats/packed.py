@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine_service.device.formats import onednn, order, processor
 from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.operators import leaf
 from engine_service.device.formats.tiles import Tiles
 
@@ -22,14 +23,14 @@ _IN_BANDS = 3
 """Dimensions of a matrix in tiles."""
 
 
-def process(weight: Tensor, stored: Sequence[Tensor], *, band_rows: int = BAND_ROWS) -> None:
+def process(weight: Matrix, stored: Sequence[Tensor], *, band_rows: int = BAND_ROWS) -> None:
     """Packs a matrix, so many rows at once. See `Kernel`."""
     (packed,) = stored
     if tiles := _declared(packed.dim()):
         for band in bands(len(weight), band_rows):
             order.pack(weight[band].to(packed.dtype), tiles, packed, band.start)
     else:
-        onednn.write(_pack(weight.to(packed.dtype).contiguous()), packed)
+        onednn.write(_pack(weight[:].to(packed.dtype).contiguous()), packed)
 
 
 def multiply(hidden: Tensor, matrix: Tensor) -> Tensor:
