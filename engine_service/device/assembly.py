@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from engine_service.device.dtypes import SCALES_SUFFIX
-from engine_service.device.formats.block_scaled import BlockScaled, fused
+from engine_service.device.formats.block_scaled import BlockScaled, Matrix, Stacked
 from engine_service.device.landing import Fill
 from engine_service.device.parts import Part
 from engine_service.device.torch_dtypes import TORCH_DTYPES
@@ -52,7 +52,7 @@ class Assembly:
         if self._buffer:
             self._buffer.write(self._offsets[name] + first * itemsize, count * itemsize, fill)
 
-    def complete(self, name: str) -> Tensor | BlockScaled | None:
+    def complete(self, name: str) -> Matrix | None:
         """Takes note that a tensor is complete; returns the matrix with the last of them."""
         self._missing.discard(name)
         if self._missing or self._buffer is None:
@@ -60,13 +60,13 @@ class Assembly:
         held, self._buffer = self._buffer.take(), None
         return self._matrix(held)
 
-    def _matrix(self, held: Tensor) -> Tensor | BlockScaled:
+    def _matrix(self, held: Tensor) -> Matrix:
         parts = [self.parts[name] for name in self._rows]
         seamless = all(part.nbytes % _ALIGN == 0 for part in parts[:-1])
         if not self.scaled and seamless and len({part.dtype for part in parts}) == 1:
             typed = held[: sum(part.nbytes for part in parts)].view(TORCH_DTYPES[parts[0].dtype])
             return typed.view(-1, *parts[0].slice.shape[1:])
-        return fused([self._numbers(name, held) for name in self._rows])
+        return Stacked([self._numbers(name, held) for name in self._rows])
 
     def _numbers(self, name: str, held: Tensor) -> Tensor | BlockScaled:
         rows, scales = self._tensor(name, held), name + SCALES_SUFFIX

@@ -20,7 +20,8 @@ from engine_service.device.assembly import Assembly
 from engine_service.device.covered import Covered
 from engine_service.device.dtypes import SCALES_SUFFIX
 from engine_service.device.fitting import listed
-from engine_service.device.formats.block_scaled import BlockScaled, as_plain
+from engine_service.device.formats import plain
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.linear import Linear
 from engine_service.device.landing import Digest, Fill, Landing
 from engine_service.device.parts import Part
@@ -166,10 +167,10 @@ class Collector:
             before += part.slice.elements
         return None
 
-    def _process(self, assembly: Assembly, weight: Tensor | BlockScaled) -> None:
+    def _process(self, assembly: Assembly, weight: Matrix) -> None:
         entry, matrix = assembly.entry, self._processed.get(assembly.entry.name)
         if matrix is None:
-            self._arena.tensors[entry.name].copy_(as_plain(weight))
+            plain.process(weight, [self._arena.tensors[entry.name]])
             self._landing.written(entry.name)
             return
         # Of a matrix whose rows are scaled, the columns of other ranks have come too.

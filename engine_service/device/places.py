@@ -6,17 +6,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine_service.device.assembly import Assembly
-from engine_service.device.formats.block_scaled import BlockScaled
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.landing import Fill, Landing
 from engine_service.device.torch_dtypes import TORCH_DTYPES, bytes_of
 from engine_service.device.waiting import WaitingRoom
 from relay_service.core.dtypes import DType
 from relay_service.core.manifest import TensorEntry
 
-Process = Callable[[Assembly, Tensor | BlockScaled], None]
+Process = Callable[[Assembly, Matrix], None]
 
 
 class Place(Protocol):

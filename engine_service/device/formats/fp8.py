@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_service.device.formats.block_scaled import BlockScaled, expanded
+from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import BlockScaled, Matrix, expanded
 from engine_service.device.formats.layouts import BLOCK
 from engine_service.device.formats.operators import opaque
 
@@ -29,7 +30,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _NAN = 0x7F
 
 
-def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
+def process(weight: Matrix, stored: Sequence[Tensor]) -> None:
     """Rounds a matrix. See `Kernel`."""
     values, scales = stored
     rows, columns = weight.shape
@@ -42,16 +43,21 @@ def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
         scales[block].copy_(scale)
 
 
-def keep(weight: BlockScaled, stored: Sequence[Tensor]) -> bool:
+def keep(parts: Sequence[BlockScaled], stored: Sequence[Tensor]) -> bool:
     """Writes a checkpoint's own numbers and scales, if this format has them all.
 
-    Returns whether it has: not NaN, and not scales between powers of two in `fp8-ue8m0`.
+    Of matrices below one another. Returns whether it has: not NaN, and not scales between
+    powers of two in `fp8-ue8m0`.
     """
     values, scales = stored
-    held = weight.scales.to(scales.dtype)
-    if not torch.equal(held.float(), weight.scales) or _magnitudes(weight.values).eq(_NAN).any():
+    grid = torch.cat([part.scales for part in parts])
+    held = grid.to(scales.dtype)
+    if not torch.equal(held.float(), grid) or any(_has_nan(part.values) for part in parts):
         return False
-    values.copy_(weight.values)
+    first = 0
+    for part in parts:
+        values[first : first + len(part.values)] = part.values
+        first += len(part.values)
     scales.copy_(held)
     return True
 
@@ -63,11 +69,11 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
 
 @opaque("fp8_product", stored=2)
 def _product(hidden: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    bands = _bands(values, scales)
-    return torch.cat([functional.linear(hidden, band.to(hidden.dtype)) for band in bands], 1)
+    read = _read(values, scales)
+    return torch.cat([functional.linear(hidden, band.to(hidden.dtype)) for band in read], 1)
 
 
-def _bands(values: Tensor, scales: Tensor) -> Iterator[Tensor]:
+def _read(values: Tensor, scales: Tensor) -> Iterator[Tensor]:
     """Yields 128 rows at a time, float32: as much as stays in cache until it is multiplied."""
     factors = expanded(scales.float() * 2.0**8, values.shape[1])
     for block, factor in enumerate(factors):
@@ -84,8 +90,9 @@ def _halves(values: Tensor) -> Tensor:
     return bits.bitwise_and_(-0x4080).view(torch.float16)
 
 
-def _magnitudes(values: Tensor) -> Tensor:
-    return values.view(torch.uint8) & 0x7F
+def _has_nan(values: Tensor) -> bool:
+    codes = values.view(torch.uint8)
+    return any((codes[band] & 0x7F).eq(_NAN).any() for band in bands(len(codes), BAND_ROWS))
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from engine_service.device.formats import onednn, order
+from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.operators import opaque
 from engine_service.device.formats.processor import INT8_ORDER
 
@@ -29,15 +31,21 @@ _LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def process(weight: Tensor, stored: Sequence[Tensor], whole: Tensor | None = None) -> None:
-    """Rounds and packs a matrix. See `Kernel`.
+def process(
+    weight: Matrix, stored: Sequence[Tensor], whole: Matrix | None = None,
+    *, band_rows: int = BAND_ROWS,
+) -> None:  # fmt: skip
+    """Rounds and packs a matrix, so many rows at once. See `Kernel`.
 
     `whole` has all columns of the rows of which `weight` has some; None where those are all.
     """
     packed, held = stored
-    scale = _scale(weight if whole is None else whole)
-    order.pack(weight.float().div(scale).round_().to(torch.int8), INT8_ORDER, packed)
-    held.copy_(scale.squeeze(1))
+    for band in bands(len(weight), band_rows):
+        numbers = weight[band].float()
+        scale = _scale(numbers if whole is None else whole[band])
+        rounded = numbers.div(scale).round_().to(torch.int8)
+        order.pack(rounded, INT8_ORDER, packed, band.start)
+        held[band] = scale.squeeze(1)
 
 
 def forward(hidden: Tensor, *stored: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_service.device.formats import fp8, int4, int8, packed, plain
-from engine_service.device.formats.block_scaled import BlockScaled
+from engine_service.device.formats.block_scaled import Matrix, Stacked
 from engine_service.device.formats.layouts import Layout
 from engine_service.device.formats.onednn import rows_of
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
@@ -21,7 +21,7 @@ from engine_service.errors import EngineError
 class Kernel(Protocol):
     """What a format does. Implemented by the modules beside this one."""
 
-    def process(self, weight: Tensor, stored: Sequence[Tensor]) -> None:
+    def process(self, weight: Matrix, stored: Sequence[Tensor]) -> None:
         """Writes a matrix `[rows, columns]` into its arena tensors, in place."""
 
     def forward(self, hidden: Tensor, *stored: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Linear:
         twin.tensors = tuple(tensors)
         return twin
 
-    def fill(self, weight: Tensor | BlockScaled, kept: tuple[int, int] | None = None) -> bool:
+    def fill(self, weight: Matrix, kept: tuple[int, int] | None = None) -> bool:
         """Writes a matrix `[rows, columns]` into the arena, in place.
 
         Where the numbers of the format depend on whole rows, `weight` has those, and `kept` is
@@ -91,21 +91,19 @@ class Linear:
         without a scale. Returns whether blocks of a checkpoint were kept as they are. Raises
         `EngineError` for another shape, and for numbers that aren't floating ones.
         """
-        if isinstance(weight, BlockScaled):
-            if KERNELS[self.layout.name] is fp8 and fp8.keep(weight, self.tensors):
-                return True
-            weight = weight.plain()
-        if kept:
-            whole, weight = weight, weight.narrow(1, *kept)
-        if weight.shape != self.shape or not weight.is_floating_point():
+        whole = weight if isinstance(weight, Stacked) else Stacked([weight])
+        own, kernel = whole.of_columns(*kept) if kept else whole, KERNELS[self.layout.name]
+        if own.shape != self.shape or not all(one.is_floating_point for one in own.dtypes):
             raise EngineError(
-                f"{self.names[0]} takes floating numbers {list(self.shape)}, not {weight.dtype} "
-                f"{list(weight.shape)}"
+                f"{self.names[0]} takes floating numbers {list(self.shape)}, not "
+                f"{', '.join(map(str, own.dtypes))} {list(own.shape)}"
             )
-        if kept and KERNELS[self.layout.name] is int8:
-            int8.process(weight, self.tensors, whole)
+        if kernel is fp8 and (blocks := own.blocks()) and fp8.keep(blocks, self.tensors):
+            return True
+        if kernel is int8:
+            int8.process(own, self.tensors, whole if kept else None)
         else:
-            KERNELS[self.layout.name].process(weight, self.tensors)
+            kernel.process(own, self.tensors)
         return False
 
     def holding(self, weight: Tensor) -> list[Tensor]:

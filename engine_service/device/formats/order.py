@@ -41,16 +41,17 @@ class _Description(ctypes.Structure):
     )
 
 
-def pack(weight: Tensor, tiles: Tiles, stored: Tensor) -> None:
+def pack(weight: Tensor, tiles: Tiles, stored: Tensor, first: int = 0) -> None:
     """Writes a matrix `[rows, columns]` in tiles into an arena tensor, in place.
 
-    A group of columns must be 4 bytes. Elements behind the last tile stay as they are.
+    It may be some rows of a larger one, from row `first`, where a tile begins. A group of
+    columns must be 4 bytes. Elements behind the last tile stay as they are.
     """
     rows, columns = weight.shape
     padding = (0, -columns % tiles.columns, 0, -rows % tiles.rows)
     padded = functional.pad(weight, padding) if any(padding) else weight.contiguous()
     groups = padded.view(torch.int32).view(-1, tiles.rows, padded.shape[1] // tiles.group)
-    held = stored.view(-1)[: padded.numel()].view(torch.int32)
+    held = stored.view(-1)[first * padded.shape[1] :][: padded.numel()].view(torch.int32)
     held.view(len(groups), -1, tiles.rows).copy_(groups.transpose(1, 2))
 
 

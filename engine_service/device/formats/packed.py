@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from engine_service.device.formats import onednn, order, processor
+from engine_service.device.formats.bands import BAND_ROWS, bands
+from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.operators import leaf
 from engine_service.device.formats.tiles import Tiles
 
@@ -21,13 +23,14 @@ _IN_BANDS = 3
 """Dimensions of a matrix in tiles."""
 
 
-def process(weight: Tensor, stored: Sequence[Tensor]) -> None:
-    """Packs a matrix. See `Kernel`."""
-    (packed,), weight = stored, weight.to(stored[0].dtype).contiguous()
+def process(weight: Matrix, stored: Sequence[Tensor], *, band_rows: int = BAND_ROWS) -> None:
+    """Packs a matrix, so many rows at once. See `Kernel`."""
+    (packed,) = stored
     if tiles := _declared(packed.dim()):
-        order.pack(weight, tiles, packed)
+        for band in bands(len(weight), band_rows):
+            order.pack(weight[band].to(packed.dtype), tiles, packed, band.start)
     else:
-        onednn.write(_pack(weight), packed)
+        onednn.write(_pack(weight[:].to(packed.dtype).contiguous()), packed)
 
 
 def multiply(hidden: Tensor, matrix: Tensor) -> Tensor:
