@@ -8,18 +8,23 @@ from typing import Self
 from tiny_llama import Sequence, start_message
 
 from engine_service.core.expert_map import Slots, moves
-from engine_service.core.messages import Sampled
+from engine_service.core.messages import Loaded, Sampled
 from engine_service.device import parallel
 from engine_service.device.rank import Rank
-from relay_service.core.manifest import Unit
+from relay_service.core.manifest import Manifest, Unit
 
 
 class Ranks:
-    """`tp` x `ep` ranks that serve a folder's weights, captured; use it in a `with` block."""
+    """`tp` x `ep` ranks that serve a folder's weights, captured; use it in a `with` block.
 
-    def __init__(self, folder: Path, tp: int = 1, ep: int = 1, **settings) -> None:
+    Dummies are captured on zeros and serve nothing until somebody has filled and sealed them.
+    """
+
+    def __init__(
+        self, folder: Path, tp: int = 1, ep: int = 1, *, dummy: bool = False, **settings
+    ) -> None:
         self.tp, self.ep = tp, ep
-        self.folder = folder
+        self.folder, self._dummy = folder, dummy
         self._threads = ThreadPoolExecutor(tp * ep)
         self._meeting = os.memfd_create("tests")
         settings = {"collective_timeout_seconds": 60} | settings
@@ -30,9 +35,14 @@ class Ranks:
             for rank in range(tp * ep)
         ]
         self.ranks: list[Rank] = []
+        self.loaded: list[Manifest] = []
+        """What each rank says that it has read; nothing of dummies."""
 
     def __enter__(self) -> Self:
-        self.ranks = list(self._threads.map(self._serving, self.starts))
+        self.ranks = list(self._threads.map(self._built, self.starts))
+        if not self._dummy:
+            self.loaded = [loaded.manifest for loaded in self._threads.map(self._load, self.ranks)]
+        list(self._threads.map(Rank.capture, self.ranks))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,6 +50,14 @@ class Ranks:
         os.close(self._meeting)
         for name in [name for name in parallel._joined if name.startswith("tests")]:
             del parallel._joined[name]
+
+    def free(self) -> None:
+        """Gives the arenas back, which otherwise stay mapped; no tensor may be looked at then."""
+        for rank in self.ranks:
+            rank.arena._memory.close()
+            for descriptor in rank.arena.descriptors:
+                os.close(descriptor)
+        self.ranks = []
 
     def each(self, work) -> list:
         """Does something with every rank at once; returns what came of it, errors too."""
@@ -52,11 +70,11 @@ class Ranks:
 
         return list(self._threads.map(attempt, self.ranks))
 
-    def _serving(self, start) -> Rank:
-        rank = Rank(start, self._meeting)
-        rank.load(self.folder, lambda _done, _total: None)
-        rank.capture()
-        return rank
+    def _built(self, start) -> Rank:
+        return Rank(start, self._meeting)
+
+    def _load(self, rank: Rank) -> Loaded:
+        return rank.load(self.folder, lambda _done, _total: None)
 
     def step(self, rows) -> Sampled:
         """Runs a step on all ranks; they must agree."""
