@@ -10,7 +10,7 @@ from tiny_llama import Sequence, start_message
 from engine_service.core.expert_messages import DropExperts
 from engine_service.device import expert_moves
 from engine_service.device.experts import mix
-from engine_service.device.loading import load
+from engine_service.device.loading import LoadOptions, load
 from engine_service.device.models import llama_format
 from engine_service.device.plan import plan
 from engine_service.errors import (
@@ -152,7 +152,8 @@ def test_weights_that_are_read_after_a_move(dots, tmp_path, weight_format):
             computed = llama_format.computed_tensors(rank.config)
             unread = llama_format.unread_by(rank.config, rank.shard)
             rank.arena._bytes.zero_()
-            load(rank.arena, tmp_path, slices, computed, rank.model.matrices(), unread=unread)
+            options = LoadOptions(unread=unread)
+            load(rank.arena, tmp_path, slices, computed, rank.model.matrices(), options=options)
         found = ranks.tokens(PROMPTS)
         for rank in ranks.ranks:
             for expert, (gate_up, down) in zip(
