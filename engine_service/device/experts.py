@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine_service.device.formats.linear import KERNELS, Linear
+from engine_service.device.formats import int8
+from engine_service.device.formats.linear import Linear, multiply
 from engine_service.device.layers import gated
 from engine_service.device.models.routing import MoE
+from engine_service.device.parallel import all_largest
 
 Slot = tuple[Linear, Linear]
 """The matrices of one physical expert: gate and up together, and down."""
 _Stored = tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
+_Inner = tuple[int, Tensor, Tensor, Tensor]
+"""A slot, the rows and choices that lead there, and what its first half made of them."""
 _TINY = 1e-20
 """Keeps weights finite where every score has vanished."""
 
@@ -65,7 +69,8 @@ def mix(
         `[tokens, hidden_size]`; of several ranks, this one's part.
     """
     stored = tuple((gate_up.tensors, down.tensors) for gate_up, down in slots)
-    return _mix(hidden, chosen, weights, placement, stored, slots[0][0].layout.name)
+    down = slots[0][1]
+    return _mix(hidden, chosen, weights, placement, stored, down.layout.name, down.across)
 
 
 def _within_best_groups(judged: Tensor, moe: MoE) -> Tensor:
@@ -78,16 +83,22 @@ def _within_best_groups(judged: Tensor, moe: MoE) -> Tensor:
 
 
 def _mix(
-    hidden: Tensor, chosen: Tensor, weights: Tensor, placement: Tensor, stored: _Stored, form: str
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    placement: Tensor,
+    stored: _Stored,
+    form: str,
+    across: str,
 ) -> Tensor:
     if has_torch_function((hidden,)):  # being traced: one call in the graph
         traced: Tensor = handle_torch_function(
-            _mix, (hidden,), hidden, chosen, weights, placement, stored, form
+            _mix, (hidden,), hidden, chosen, weights, placement, stored, form, across
         )
         return traced
     compute = _on_host if hidden.device.type == "cpu" else _on_device
     slots = placement[chosen, _turns(chosen, placement.shape[1])]
-    return compute(hidden, slots, weights, stored, form).to(hidden.dtype)
+    return compute(hidden, slots, weights, stored, form, across).to(hidden.dtype)
 
 
 def _turns(chosen: Tensor, count: int) -> Tensor:
@@ -96,19 +107,35 @@ def _turns(chosen: Tensor, count: int) -> Tensor:
     return (rows + chosen) % count
 
 
-def _on_host(hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str) -> Tensor:
+def _on_host(
+    hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str, across: str
+) -> Tensor:
     """Each expert computes the rows that chose it, and one that nobody chose is not read."""
-    total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-    for slot in sorted(set(slots.flatten().tolist())):
-        if slot >= 0:
-            rows, columns = torch.where(slots == slot)
-            made = _expert(hidden[rows], stored[slot], form)
-            total.index_add_(0, rows, made.float() * weights[rows, columns].unsqueeze(1))
+    total, inner = hidden.new_zeros(hidden.shape, dtype=torch.float32), []
+    for slot in sorted(set(slots.flatten().tolist()) - {-1}):
+        rows, columns = torch.where(slots == slot)
+        inner.append((slot, rows, columns, gated(multiply(hidden[rows], stored[slot][0], form))))
+    largest = _largest(slots, inner, across) if across else None
+    for slot, rows, columns, middle in inner:
+        most = None if largest is None else largest[rows, columns].unsqueeze(1)
+        made = multiply(middle, stored[slot][1], form, most)
+        total.index_add_(0, rows, made.float() * weights[rows, columns].unsqueeze(1))
     return total
 
 
+def _largest(slots: Tensor, inner: list[_Inner], across: str) -> Tensor:
+    """Returns the largest number of each row's inner rows over all ranks, float32 like `slots`.
+
+    In one exchange, whatever was chosen: ranks that didn't choose alike must not wait.
+    """
+    own = torch.zeros(slots.shape)
+    for _slot, rows, columns, middle in inner:
+        own[rows, columns] = int8.largest(middle).squeeze(1)
+    return all_largest(own, across)
+
+
 def _on_device(
-    hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str
+    hidden: Tensor, slots: Tensor, weights: Tensor, stored: _Stored, form: str, _across: str
 ) -> Tensor:
     """Every expert computes every row, since a CUDA graph cannot ask who chose it."""
     total = hidden.new_zeros(hidden.shape, dtype=torch.float32)
@@ -122,5 +149,4 @@ def _expert(
     rows: Tensor, matrices: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], form: str
 ) -> Tensor:
     gate_up, down = matrices
-    forward = KERNELS[form].forward
-    return forward(gated(forward(rows, *gate_up)), *down)
+    return multiply(gated(multiply(rows, gate_up, form)), down, form)

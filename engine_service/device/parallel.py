@@ -1,6 +1,6 @@
 """Joins the ranks of an instance, and what they compute together: gloo on CPU, NCCL on CUDA.
 
-The two collectives are custom operators that look their group up by name when they are
+The collectives are custom operators that look their group up by name when they are
 called, so a traced graph holds only the call. Every rank gets the same bits from either:
 each piece is reduced in one place, or in one order, and handed round, so all ranks sample
 the same token from the same logits.
@@ -28,6 +28,7 @@ from engine_service.errors import CollectiveFailed, ConfigError
 _distributed: Any = torch.distributed  # its stubs lack much of what it has
 _library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("all_reduce(Tensor partial, str group) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("all_largest(Tensor partial, str group) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define("gather(Tensor part, str group, int ranks) -> Tensor")  # type: ignore[no-untyped-call]
 
 _joined: dict[str, tuple[Any, int]] = {}
@@ -74,6 +75,12 @@ class Group:
             group.recv([into], source, 0).wait()
         except RuntimeError as error:
             raise _failed(f"transfer from rank {source}", rank, error) from error
+
+
+def all_largest(partial: Tensor, group: str) -> Tensor:
+    """Takes the larger of each number over all ranks of a group. Raises `CollectiveFailed`."""
+    result: Tensor = torch.ops.seedrelay.all_largest.default(partial, group)
+    return result
 
 
 ALONE = Group()
@@ -158,14 +165,19 @@ def _timeout(settings: RankConfig) -> timedelta:
     return timedelta(seconds=settings.collective_timeout_seconds)
 
 
-def _all_reduce(partial: Tensor, group: str) -> Tensor:
+def _all_reduce(partial: Tensor, group: str, op: Any = _distributed.ReduceOp.SUM) -> Tensor:
     process_group, rank = _joined[group]
     total = partial.clone(memory_format=torch.contiguous_format)
     try:
-        process_group.allreduce([total]).wait()
+        process_group.allreduce([total], op).wait()
     except RuntimeError as error:
         raise _failed("all-reduce", rank, error) from error
     return total
+
+
+def _all_largest(partial: Tensor, group: str) -> Tensor:
+    # What is no number on this rank stays so, whatever others have.
+    return partial.maximum(_all_reduce(partial, group, _distributed.ReduceOp.MAX))
 
 
 def _gather(part: Tensor, group: str, ranks: int) -> Tensor:
@@ -202,6 +214,8 @@ def _joined_shape(part: Tensor, _group: str, ranks: int) -> Tensor:
 
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce", _all_reduce, _key)  # type: ignore[no-untyped-call]
+    _library.impl("all_largest", _all_largest, _key)  # type: ignore[no-untyped-call]
     _library.impl("gather", _gather, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("seedrelay::all_reduce", _same_shape, lib=_library)
+torch.library.register_fake("seedrelay::all_largest", _same_shape, lib=_library)
 torch.library.register_fake("seedrelay::gather", _joined_shape, lib=_library)

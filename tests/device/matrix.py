@@ -41,8 +41,6 @@ SPARSE = {
     "ep2-mapped": Placed(1, 2, mapped=True),
 }  # fmt: skip
 PLACES = DENSE | SPARSE
-ROUNDED = {"int8"}
-"""Formats that round the input of a matrix by what a rank holds of it: others compute otherwise."""
 UNCUT = {"int4": "cannot be cut anew: it is packed in groups of .* from its own first"}
 """Formats of which no other number of tensor-parallel ranks can be cut, and why not."""
 
@@ -69,7 +67,7 @@ class Cell(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether ranks that are placed otherwise compute the same, but for the last few bits."""
-        return self.dtype == "float32" and self.held not in ROUNDED
+        return self.dtype == "float32"
 
     @property
     def sealed(self) -> str:

@@ -5,6 +5,9 @@ each product. oneDNN multiplies whole numbers and adds them up in 32 bits; what 
 packed for it (see `onednn`). The scale is that of the whole row, however few of its columns
 a rank holds, so that all ranks, and any number of them, hold the same numbers.
 
+Where ranks hold some columns each, all round by the largest number of the whole row: so results do
+not depend on how many ranks there are.
+
 Error: a product of normally distributed numbers is off by 0.8 % (64 columns) to 1.3 % (4096),
 root mean square, as a part of the products. An outlier makes its own row, or token, coarser.
 Input that is not finite gives NaN. Since a last bit of the input can decide which way a number is
@@ -42,7 +45,7 @@ def process(
     packed, held = stored
     for band in bands(len(weight), band_rows):
         numbers = weight[band].float()
-        scale = _scale(numbers if whole is None else whole[band])
+        scale = _scale(largest(numbers if whole is None else whole[band]))
         rounded = numbers.div(scale).round_().to(torch.int8)
         order.pack(rounded, INT8_ORDER, packed, band.start)
         held[band] = scale.squeeze(1)
@@ -53,10 +56,29 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
     return _product(hidden, *stored)
 
 
+def forward_part(hidden: Tensor, most: Tensor, *stored: Tensor) -> Tensor:
+    """Multiplies some columns of rows, of which others lie elsewhere; `most` is `largest` of all."""
+    return _product_of_part(hidden, *stored, most)
+
+
+def largest(rows: Tensor) -> Tensor:
+    """Returns the largest magnitude of each row, float32 `[rows, 1]`, by which it is rounded."""
+    return rows.float().abs().amax(1, keepdim=True)
+
+
 @opaque("int8_product", stored=2)
 def _product(hidden: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    tiles = _tiles(packed.data_ptr(), len(scale), hidden.shape[-1])
-    numbers, token_scale = _rounded(hidden)
+    return _multiplied(hidden, packed, scale, largest(hidden))
+
+
+@opaque("int8_product_of_part", stored=3)
+def _product_of_part(hidden: Tensor, packed: Tensor, scale: Tensor, most: Tensor) -> Tensor:
+    return _multiplied(hidden, packed, scale, most)
+
+
+def _multiplied(hidden: Tensor, packed: Tensor, scale: Tensor, most: Tensor) -> Tensor:
+    tiles, token_scale = _tiles(packed.data_ptr(), len(scale), hidden.shape[-1]), _scale(most)
+    numbers = hidden.float().div(token_scale).round_().to(torch.int8)
     product: Tensor = _onednn.qlinear_pointwise.default(
         numbers, 1.0, 0, tiles, scale, torch.zeros(1, dtype=torch.int32), None,
         1.0, 0, torch.float32, "none", [], "",
@@ -64,16 +86,8 @@ def _product(hidden: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return product.mul_(token_scale).to(hidden.dtype)
 
 
-def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns whole numbers `[rows, columns]`, and float32 `[rows, 1]` to multiply them with."""
-    rows = rows.float()
-    scale = _scale(rows)
-    return rows.div(scale).round_().to(torch.int8), scale
-
-
-def _scale(rows: Tensor) -> Tensor:
-    largest = rows.float().abs().amax(1, keepdim=True)
-    return largest.div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+def _scale(most: Tensor) -> Tensor:
+    return most.div(_LARGEST).clamp_(min=_SMALLEST_SCALE)
 
 
 @functools.lru_cache(maxsize=1 << 16)

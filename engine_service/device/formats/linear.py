@@ -14,6 +14,7 @@ from engine_service.device.formats import fp8, int4, int8, packed, plain
 from engine_service.device.formats.block_scaled import Matrix, Stacked
 from engine_service.device.formats.layouts import Layout
 from engine_service.device.formats.onednn import rows_of
+from engine_service.device.parallel import ALONE, Group, all_largest
 from engine_service.device.torch_dtypes import MANIFEST_DTYPES, TORCH_DTYPES
 from engine_service.errors import EngineError
 
@@ -36,13 +37,32 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 )
 
 
+def multiply(
+    hidden: Tensor, stored: Sequence[Tensor], form: str, largest: Tensor | None = None
+) -> Tensor:
+    """Multiplies `[tokens, columns]` by the transposed matrix that a format stores.
+
+    `largest` is what `int8.largest` says of the whole rows, where other ranks hold the rest.
+    """
+    if largest is None:
+        return KERNELS[form].forward(hidden, *stored)
+    return int8.forward_part(hidden, largest, *stored)
+
+
 class Linear:
     """A matrix of some format."""
 
     def __init__(
-        self, name: str, layout: Layout, columns: int, tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Finds what the layout stores of matrix `name` among an arena's tensors."""
+        self, name: str, layout: Layout, columns: int, tensors: Mapping[str, Tensor],
+        across: Group = ALONE,
+    ) -> None:  # fmt: skip
+        """Finds what the layout stores of matrix `name` among an arena's tensors.
+
+        `across` are the ranks that hold its other columns.
+        """
+        rounds = KERNELS[layout.name] is int8 and across.ranks > 1
+        self.across = across.name if rounds else ""
+        """Group that must know the largest number of a row before it is rounded; or empty."""
         self.layout = layout
         self.rename(name)
         self.tensors = tuple(tensors[each] for each in self.names)
@@ -73,7 +93,8 @@ class Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns `[tokens, rows]` for `[tokens, columns]`."""
-        return KERNELS[self.layout.name].forward(hidden, *self.tensors)
+        largest = all_largest(int8.largest(hidden), self.across) if self.across else None
+        return multiply(hidden, self.tensors, self.layout.name, largest)
 
     def bound(self, tensors: Sequence[Tensor]) -> Self:
         """Returns a twin that reads other tensors."""

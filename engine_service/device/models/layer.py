@@ -18,7 +18,7 @@ from engine_service.device.formats.layouts import Layout
 from engine_service.device.formats.linear import Linear
 from engine_service.device.layers import Stage, gated, plus, rms_norm, rotate
 from engine_service.device.models.routing import MoE
-from engine_service.device.parallel import Groups
+from engine_service.device.parallel import Group, Groups
 
 
 class Layer(Stage):
@@ -55,7 +55,7 @@ class Layer(Stage):
             setattr(self, name, tensors.get(own + name))
         self.qkv = Linear(f"{own}qkv", layout, config.hidden_size, tensors)
         columns = config.heads * config.head_dim
-        self.output = Linear(f"{own}output", layout, columns, tensors)
+        self.output = Linear(f"{own}output", layout, columns, tensors, groups.tensor)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
@@ -111,7 +111,7 @@ class DenseLayer(Layer):
     ) -> None:
         super().__init__(config, tensors, index, groups, layout)
         self.gate_up, self.down = _mlp(
-            f"layer.{index}.", config.hidden_size, config.ffn_size, tensors, layout
+            f"layer.{index}.", config.hidden_size, config.ffn_size, tensors, layout, groups.tensor
         )
         self.activation = config.activation
 
@@ -156,10 +156,10 @@ class SparseLayer(Layer):
         self.shared_gate_up = self.shared_down = None
         if moe.shared_ffn_size:
             self.shared_gate_up, self.shared_down = _mlp(
-                f"{own}shared_", hidden, moe.shared_ffn_size, tensors, layout
+                f"{own}shared_", hidden, moe.shared_ffn_size, tensors, layout, groups.tensor
             )
         self.experts = tuple(
-            _mlp(f"{own}expert.{expert}.", hidden, moe.ffn_size, tensors, layout)
+            _mlp(f"{own}expert.{expert}.", hidden, moe.ffn_size, tensors, layout, groups.tensor)
             for expert in slots
         )
 
@@ -188,10 +188,11 @@ class SparseLayer(Layer):
 
 
 def _mlp(
-    own: str, hidden: int, ffn_size: int, tensors: Mapping[str, Tensor], layout: Layout
-) -> Slot:
+    own: str, hidden: int, ffn_size: int, tensors: Mapping[str, Tensor], layout: Layout,
+    group: Group,
+) -> Slot:  # fmt: skip
     gate_up = Linear(f"{own}gate_up", layout, hidden, tensors)
-    return gate_up, Linear(f"{own}down", layout, ffn_size, tensors)
+    return gate_up, Linear(f"{own}down", layout, ffn_size, tensors, group)
 
 
 def _split(heads: Tensor, dim: int, first: int) -> tuple[Tensor, Tensor]:
