@@ -41,8 +41,11 @@ def _shuffled(folder, name, most):
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8", "int4", pytest.param("int8", marks=rounds), pytest.param("packed", marks=packs)],
-)
+    [
+        "fp8", "int4", pytest.param("int8", marks=[rounds, pytest.mark.full]),
+        pytest.param("packed", marks=[packs, pytest.mark.full]),
+    ],
+)  # fmt: skip
 def test_memory_is_bounded_whatever_the_order(folder, name):
     """One layer may wait, a matrix and a band are in work; the rest is in a file: that is why."""
     bounded, unbounded = _shuffled(folder, name, "-"), _shuffled(folder, name, 1 << 40)
