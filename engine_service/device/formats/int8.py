@@ -57,7 +57,7 @@ def forward(hidden: Tensor, *stored: Tensor) -> Tensor:
 
 
 def forward_part(hidden: Tensor, most: Tensor, *stored: Tensor) -> Tensor:
-    """Multiplies some columns of rows, of which others lie elsewhere; `most` is `largest` of all."""
+    """Multiplies some columns, of which others lie elsewhere; `most` is the `largest` of all."""
     return _product_of_part(hidden, *stored, most)
 
 
