@@ -6,7 +6,6 @@ from format_cases import CASES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine_service.device.formats import int8
 from engine_service.device.formats.block_scaled import BlockScaled, Stacked
 from engine_service.device.formats.layouts import LAYOUTS
 from engine_service.device.formats.linear import KERNELS
