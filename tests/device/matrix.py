@@ -1,6 +1,6 @@
 """Every family in every format over ranks placed in every way: the table, and a sample of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -105,20 +105,26 @@ def table() -> list[Cell]:
 
 
 def sample(rows: Sequence[Cell]) -> set[Cell]:
-    """Chooses cells of families, not of their variants such as `qwen3, biased`, pair by pair."""
-    return set(pairwise([cell for cell in rows if "," not in cell.family]))
+    """Chooses cells of families, not of their variants such as `qwen3, biased`.
+
+    Every family is there, and each pair of format, place and other place, and of these with
+    whether there are experts. Pairs of a family and anything else would be twice as many.
+    """
+    plain = [cell for cell in rows if "," not in cell.family]
+    return set(covering(plain, {cell: _traits(cell) for cell in plain}))
 
 
-def pairwise(rows: Sequence[tuple]) -> list[tuple]:
-    """Chooses rows so that each pair of values of any two columns that is in all is in them."""
-    missing = {pair for row in rows for pair in _pairs(row)}
+def covering(rows: Sequence[Cell], traits: Mapping[Cell, set[object]]) -> list[Cell]:
+    """Chooses rows so that each trait that any of them has is a trait of a chosen one."""
+    missing = {trait for row in rows for trait in traits[row]}
     chosen = set()
     while missing:
-        best = max(rows, key=lambda row: len(missing & _pairs(row)))
-        missing -= _pairs(best)
+        best = max(rows, key=lambda row: len(missing & traits[row]))
+        missing -= traits[best]
         chosen.add(best)
     return [row for row in rows if row in chosen]
 
 
-def _pairs(row: tuple) -> set[tuple]:
-    return set(combinations(enumerate(row), 2))
+def _traits(cell: Cell) -> set[object]:
+    columns = sparse(cell.family), cell.held, cell.placed, cell.other
+    return {cell.family, *combinations(enumerate(columns), 2)}
