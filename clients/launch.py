@@ -92,8 +92,11 @@ class Service:
 
     def _first_line(self) -> dict[str, str]:
         stdout, deadline = self.process.stdout, time.monotonic() + LISTEN_SECONDS
+        waiting = select.poll()  # `select` itself fails in a process with many open files
+        if stdout:
+            waiting.register(stdout, select.POLLIN)
         while stdout and (left := deadline - time.monotonic()) > 0:
-            if select.select([stdout], [], [], left)[0]:
+            if waiting.poll(1000 * left):
                 line = stdout.readline()
                 if line:
                     said: dict[str, str] = json.loads(line)
