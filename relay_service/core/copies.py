@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
-from msgspec.structs import replace
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -53,7 +52,8 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
         else:
             result.append(copy)
     single = (
-        replace(one, source_stride=0, target_stride=0) if one.count == 1 else one for one in result
+        msgspec.structs.replace(one, source_stride=0, target_stride=0) if one.count == 1 else one
+        for one in result
     )
     return sorted(single, key=lambda one: one.target_offset)
 
@@ -74,7 +74,7 @@ def within(copy: Copy, start: int, end: int) -> Iterator[Copy]:
     if whole_first > first:
         yield from _piece(copy, first, start, end)
     if whole_until > whole_first:
-        yield replace(
+        yield msgspec.structs.replace(
             copy, count=whole_until - whole_first, unit="",
             source_offset=copy.source_offset + whole_first * step - start,
             target_offset=copy.target_offset + whole_first * copy.target_stride,
@@ -111,8 +111,8 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
     if strides != (second.source_stride, second.target_stride):
         return None
     if steps == (first.nbytes, first.nbytes) and first.count == second.count:
-        return replace(first, nbytes=first.nbytes + second.nbytes)
+        return msgspec.structs.replace(first, nbytes=first.nbytes + second.nbytes)
     below = first.count * strides[0], first.count * strides[1]
     if steps == below and first.nbytes == second.nbytes:
-        return replace(first, count=first.count + second.count)
+        return msgspec.structs.replace(first, count=first.count + second.count)
     return None

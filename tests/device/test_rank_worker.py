@@ -219,5 +219,7 @@ def test_a_worker_dies_with_a_killed_front():
     watched = os.pidfd_open(pid)
     front.kill()
     front.communicate(timeout=20)
-    assert select.select([watched], [], [], 20)[0]
+    ending = select.poll()
+    ending.register(watched, select.POLLIN)
+    assert ending.poll(20_000)
     os.close(watched)
