@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def _run(name: str, *arguments: str) -> dict[str, Any]:
     """Runs a benchmark as a smoke test and returns what it wrote."""
@@ -28,6 +30,7 @@ def test_relay_transports_runs() -> None:
     assert {row["method"] for row in written["rows"]} >= {"memcpy", "shm", "grpc", "gloo"}
 
 
+@pytest.mark.full
 def test_time_to_ready_runs() -> None:
     """Every way to become ready ends in the seed's tokens, and only a cold disk is read."""
     written = _run("time_to_ready")
@@ -42,6 +45,7 @@ def test_time_to_ready_runs() -> None:
     assert rows["relay_grpc"]["transport"] == "grpc"
 
 
+@pytest.mark.full
 def test_seed_impact_runs() -> None:
     """The seed streams under every load, and every load moves bytes."""
     written = _run("seed_impact")

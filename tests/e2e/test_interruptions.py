@@ -78,6 +78,7 @@ async def test_a_source_that_comes_back(cast: Cast, stage: Stage) -> None:
     await assert_serves(target, cast)
 
 
+@pytest.mark.full
 async def test_a_deadline_tells_the_whole_path(cast: Cast, stage: Stage) -> None:
     """A target that no source fills in time ends, and says which were tried and why left."""
     target = _target(stage, cast, "--deadline", "8")
