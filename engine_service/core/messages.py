@@ -13,6 +13,12 @@ from engine_service.core.expert_map import ExpertMap
 from engine_service.core.expert_messages import ExpertCommand, ExpertReply
 from engine_service.core.load_report import LoadReport
 from engine_service.core.rank_config import RankConfig
+from engine_service.core.update_messages import (
+    Applied,
+    ApplyUpdate,
+    StagingCommand,
+    StagingReply,
+)
 from relay_service.core.manifest import Manifest
 
 
@@ -219,11 +225,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-    | ExpertCommand
+    | ExpertCommand | StagingCommand | ApplyUpdate
 )  # fmt: skip
 Reply = (
     Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
-    | ExpertReply
+    | ExpertReply | StagingReply | Applied
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,6 +20,24 @@ from relay_service.rpc import guard
 
 SERVICE = "seedrelay.v1.EngineService"
 GATEWAY = "vllm.grpc.engine.VllmEngine"
+CONTROL = (
+    "PullWeights",
+    "SetExpertMap",
+    "PauseGeneration",
+    "ContinueGeneration",
+    "FlushCache",
+    "AbortAll",
+    "BeginWeightUpdate",
+    "RenewWeightUpdate",
+    "StageWeights",
+    "PushWeights",
+    "CommitWeightUpdate",
+    "AbortWeightUpdate",
+    "UpdateWeights",
+    "SetWeightVersion",
+    "CheckWeights",
+)
+"""Methods that change what an engine does or holds, or look into it."""
 SCOPES = {
     **{
         f"/{GATEWAY}/{method}": frozenset({"generate"})
@@ -30,9 +48,9 @@ SCOPES = {
     f"/{SERVICE}/Abort": frozenset({"control", "generate"}),
     f"/{SERVICE}/GetStatus": frozenset({"control", "generate"}),
     f"/{SERVICE}/WatchStatus": frozenset({"control", "generate"}),
-    f"/{SERVICE}/PullWeights": frozenset({"control"}),
     f"/{SERVICE}/GetExpertMap": frozenset({"control", "generate"}),
-    f"/{SERVICE}/SetExpertMap": frozenset({"control"}),
+    f"/{SERVICE}/ListWeightVersions": frozenset({"control", "generate"}),
+    **{f"/{SERVICE}/{method}": frozenset({"control"}) for method in CONTROL},
 }
 """Scopes of which a caller of each method needs one, where there are tokens."""
 

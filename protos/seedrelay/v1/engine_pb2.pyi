@@ -1,3 +1,7 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from seedrelay.v1 import weights_pb2 as _weights_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -8,6 +12,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+    PAUSE_MODE_RETRACT: _ClassVar[PauseMode]
+
+class Completeness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMPLETENESS_UNSPECIFIED: _ClassVar[Completeness]
+    COMPLETENESS_FULL: _ClassVar[Completeness]
+    COMPLETENESS_PARTIAL: _ClassVar[Completeness]
+
+class Staging(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGING_UNSPECIFIED: _ClassVar[Staging]
+    STAGING_HOST: _ClassVar[Staging]
+    STAGING_LAYERWISE: _ClassVar[Staging]
+
+class CheckMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECK_MODE_UNSPECIFIED: _ClassVar[CheckMode]
+    CHECK_MODE_DIGEST: _ClassVar[CheckMode]
+    CHECK_MODE_SNAPSHOT: _ClassVar[CheckMode]
+    CHECK_MODE_COMPARE: _ClassVar[CheckMode]
+    CHECK_MODE_DIFF: _ClassVar[CheckMode]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -15,11 +47,543 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+PAUSE_MODE_RETRACT: PauseMode
+COMPLETENESS_UNSPECIFIED: Completeness
+COMPLETENESS_FULL: Completeness
+COMPLETENESS_PARTIAL: Completeness
+STAGING_UNSPECIFIED: Staging
+STAGING_HOST: Staging
+STAGING_LAYERWISE: Staging
+CHECK_MODE_UNSPECIFIED: CheckMode
+CHECK_MODE_DIGEST: CheckMode
+CHECK_MODE_SNAPSHOT: CheckMode
+CHECK_MODE_COMPARE: CheckMode
+CHECK_MODE_DIFF: CheckMode
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+
+class PauseCounts(_message.Message):
+    __slots__ = ("paused", "aborted", "retracted", "finished", "waiting")
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    paused: int
+    aborted: int
+    retracted: int
+    finished: int
+    waiting: int
+    def __init__(self, paused: _Optional[int] = ..., aborted: _Optional[int] = ..., retracted: _Optional[int] = ..., finished: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+
+class PauseGenerationRequest(_message.Message):
+    __slots__ = ("mode", "clear_cache", "deadline", "on_deadline", "operator", "drain_delay")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    ON_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_DELAY_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    clear_cache: bool
+    deadline: _duration_pb2.Duration
+    on_deadline: PauseMode
+    operator: str
+    drain_delay: _duration_pb2.Duration
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., on_deadline: _Optional[_Union[PauseMode, str]] = ..., operator: _Optional[str] = ..., drain_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PauseGenerationResponse(_message.Message):
+    __slots__ = ("requests", "was_paused", "flushed_blocks", "seconds", "state")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    FLUSHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    requests: PauseCounts
+    was_paused: bool
+    flushed_blocks: int
+    seconds: float
+    state: _weights_pb2.InstanceState
+    def __init__(self, requests: _Optional[_Union[PauseCounts, _Mapping]] = ..., was_paused: _Optional[bool] = ..., flushed_blocks: _Optional[int] = ..., seconds: _Optional[float] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ...) -> None: ...
+
+class ContinueGenerationRequest(_message.Message):
+    __slots__ = ("keep_reserved_memory",)
+    KEEP_RESERVED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    keep_reserved_memory: bool
+    def __init__(self, keep_reserved_memory: _Optional[bool] = ...) -> None: ...
+
+class ContinueGenerationResponse(_message.Message):
+    __slots__ = ("requests", "was_paused", "reserved_bytes_before", "reserved_bytes_after")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_AFTER_FIELD_NUMBER: _ClassVar[int]
+    requests: PauseCounts
+    was_paused: bool
+    reserved_bytes_before: int
+    reserved_bytes_after: int
+    def __init__(self, requests: _Optional[_Union[PauseCounts, _Mapping]] = ..., was_paused: _Optional[bool] = ..., reserved_bytes_before: _Optional[int] = ..., reserved_bytes_after: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("flushed_blocks", "blocks_in_use")
+    FLUSHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    flushed_blocks: int
+    blocks_in_use: int
+    def __init__(self, flushed_blocks: _Optional[int] = ..., blocks_in_use: _Optional[int] = ...) -> None: ...
+
+class AbortAllRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortAllResponse(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class WeightSource(_message.Message):
+    __slots__ = ("disk", "push", "relay")
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
+    disk: DiskSource
+    push: PushSource
+    relay: RelaySource
+    def __init__(self, disk: _Optional[_Union[DiskSource, _Mapping]] = ..., push: _Optional[_Union[PushSource, _Mapping]] = ..., relay: _Optional[_Union[RelaySource, _Mapping]] = ...) -> None: ...
+
+class DiskSource(_message.Message):
+    __slots__ = ("folder", "sha256", "rate_limit_bytes_per_second")
+    class Sha256Entry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    RATE_LIMIT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    sha256: _containers.ScalarMap[str, str]
+    rate_limit_bytes_per_second: int
+    def __init__(self, folder: _Optional[str] = ..., sha256: _Optional[_Mapping[str, str]] = ..., rate_limit_bytes_per_second: _Optional[int] = ...) -> None: ...
+
+class PushSource(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RelaySource(_message.Message):
+    __slots__ = ("options",)
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    options: _weights_pb2.PullOptions
+    def __init__(self, options: _Optional[_Union[_weights_pb2.PullOptions, _Mapping]] = ...) -> None: ...
+
+class ProbePrompt(_message.Message):
+    __slots__ = ("prompt_token_ids", "expected_token_ids")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    expected_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., expected_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WeightUpdate(_message.Message):
+    __slots__ = ("weight_version", "base_digest", "expected_digest", "source", "completeness", "pause_mode", "pause_deadline", "on_pause_deadline", "clear_cache", "staging", "probe", "files", "allow_narrowing")
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETENESS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    ON_PAUSE_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_NARROWING_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    base_digest: str
+    expected_digest: str
+    source: WeightSource
+    completeness: Completeness
+    pause_mode: PauseMode
+    pause_deadline: _duration_pb2.Duration
+    on_pause_deadline: PauseMode
+    clear_cache: bool
+    staging: Staging
+    probe: _containers.RepeatedCompositeFieldContainer[ProbePrompt]
+    files: _containers.ScalarMap[str, bytes]
+    allow_narrowing: bool
+    def __init__(self, weight_version: _Optional[str] = ..., base_digest: _Optional[str] = ..., expected_digest: _Optional[str] = ..., source: _Optional[_Union[WeightSource, _Mapping]] = ..., completeness: _Optional[_Union[Completeness, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., pause_deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., on_pause_deadline: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., staging: _Optional[_Union[Staging, str]] = ..., probe: _Optional[_Iterable[_Union[ProbePrompt, _Mapping]]] = ..., files: _Optional[_Mapping[str, bytes]] = ..., allow_narrowing: _Optional[bool] = ...) -> None: ...
+
+class BeginWeightUpdateRequest(_message.Message):
+    __slots__ = ("update", "idempotency_key", "lease", "wait", "operator")
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    update: WeightUpdate
+    idempotency_key: str
+    lease: _duration_pb2.Duration
+    wait: _duration_pb2.Duration
+    operator: str
+    def __init__(self, update: _Optional[_Union[WeightUpdate, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., operator: _Optional[str] = ...) -> None: ...
+
+class BeginWeightUpdateResponse(_message.Message):
+    __slots__ = ("session", "lease", "base_digest")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    lease: _duration_pb2.Duration
+    base_digest: str
+    def __init__(self, session: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., base_digest: _Optional[str] = ...) -> None: ...
+
+class RenewWeightUpdateRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class RenewWeightUpdateResponse(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: _duration_pb2.Duration
+    def __init__(self, lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class UpdateProgress(_message.Message):
+    __slots__ = ("phase", "bytes_done", "bytes_total", "note", "session")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    note: str
+    session: str
+    def __init__(self, phase: _Optional[str] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., note: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+
+class RankUpdate(_message.Message):
+    __slots__ = ("rank", "bytes_changed", "seconds_staged", "seconds_copied", "extra_bytes_peak", "bytes_read", "digest", "conversions")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STAGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_COPIED_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_BYTES_PEAK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    bytes_changed: int
+    seconds_staged: float
+    seconds_copied: float
+    extra_bytes_peak: int
+    bytes_read: int
+    digest: str
+    conversions: _containers.RepeatedCompositeFieldContainer[Conversion]
+    def __init__(self, rank: _Optional[int] = ..., bytes_changed: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., seconds_copied: _Optional[float] = ..., extra_bytes_peak: _Optional[int] = ..., bytes_read: _Optional[int] = ..., digest: _Optional[str] = ..., conversions: _Optional[_Iterable[_Union[Conversion, _Mapping]]] = ...) -> None: ...
+
+class StagedWeights(_message.Message):
+    __slots__ = ("ranks", "weights_digest", "bytes_changed", "seconds_staged", "notes", "path")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STAGED_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankUpdate]
+    weights_digest: str
+    bytes_changed: int
+    seconds_staged: float
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    path: _containers.RepeatedCompositeFieldContainer[_weights_pb2.PathStep]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankUpdate, _Mapping]]] = ..., weights_digest: _Optional[str] = ..., bytes_changed: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., notes: _Optional[_Iterable[str]] = ..., path: _Optional[_Iterable[_Union[_weights_pb2.PathStep, _Mapping]]] = ...) -> None: ...
+
+class StageWeightsRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class StageWeightsResponse(_message.Message):
+    __slots__ = ("progress", "staged")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    progress: UpdateProgress
+    staged: StagedWeights
+    def __init__(self, progress: _Optional[_Union[UpdateProgress, _Mapping]] = ..., staged: _Optional[_Union[StagedWeights, _Mapping]] = ...) -> None: ...
+
+class PushedTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    digest: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class TensorPiece(_message.Message):
+    __slots__ = ("tensor", "offset", "data")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    offset: int
+    data: bytes
+    def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("session", "tensors")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    tensors: _containers.RepeatedCompositeFieldContainer[PushedTensor]
+    def __init__(self, session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[PushedTensor, _Mapping]]] = ...) -> None: ...
+
+class PushWeightsRequest(_message.Message):
+    __slots__ = ("header", "piece")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    piece: TensorPiece
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., piece: _Optional[_Union[TensorPiece, _Mapping]] = ...) -> None: ...
+
+class PushWeightsResponse(_message.Message):
+    __slots__ = ("staged",)
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    staged: StagedWeights
+    def __init__(self, staged: _Optional[_Union[StagedWeights, _Mapping]] = ...) -> None: ...
+
+class CommitWeightUpdateRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class UpdateReport(_message.Message):
+    __slots__ = ("weight_version", "weights_digest", "epoch", "bytes_changed", "seconds_staged", "seconds_paused", "seconds_drained", "requests", "ranks", "flushed_blocks", "cache_kept", "notes", "path", "state")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STAGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    FLUSHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KEPT_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    weights_digest: str
+    epoch: int
+    bytes_changed: int
+    seconds_staged: float
+    seconds_paused: float
+    seconds_drained: float
+    requests: PauseCounts
+    ranks: _containers.RepeatedCompositeFieldContainer[RankUpdate]
+    flushed_blocks: int
+    cache_kept: bool
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    path: _containers.RepeatedCompositeFieldContainer[_weights_pb2.PathStep]
+    state: _weights_pb2.InstanceState
+    def __init__(self, weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_changed: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., seconds_drained: _Optional[float] = ..., requests: _Optional[_Union[PauseCounts, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankUpdate, _Mapping]]] = ..., flushed_blocks: _Optional[int] = ..., cache_kept: _Optional[bool] = ..., notes: _Optional[_Iterable[str]] = ..., path: _Optional[_Iterable[_Union[_weights_pb2.PathStep, _Mapping]]] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ...) -> None: ...
+
+class CommitWeightUpdateResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: UpdateReport
+    def __init__(self, report: _Optional[_Union[UpdateReport, _Mapping]] = ...) -> None: ...
+
+class AbortWeightUpdateRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class AbortWeightUpdateResponse(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: bool
+    def __init__(self, aborted: _Optional[bool] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("update", "idempotency_key", "wait", "operator")
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    update: WeightUpdate
+    idempotency_key: str
+    wait: _duration_pb2.Duration
+    operator: str
+    def __init__(self, update: _Optional[_Union[WeightUpdate, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., operator: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("progress", "report")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    progress: UpdateProgress
+    report: UpdateReport
+    def __init__(self, progress: _Optional[_Union[UpdateProgress, _Mapping]] = ..., report: _Optional[_Union[UpdateReport, _Mapping]] = ...) -> None: ...
+
+class WeightVersionRecord(_message.Message):
+    __slots__ = ("weight_version", "weights_digest", "epoch", "time", "source", "operator", "result", "reason", "seconds_staged", "seconds_paused", "pause_mode", "bytes_changed")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STAGED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    weights_digest: str
+    epoch: int
+    time: _timestamp_pb2.Timestamp
+    source: str
+    operator: str
+    result: str
+    reason: str
+    seconds_staged: float
+    seconds_paused: float
+    pause_mode: PauseMode
+    bytes_changed: int
+    def __init__(self, weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., source: _Optional[str] = ..., operator: _Optional[str] = ..., result: _Optional[str] = ..., reason: _Optional[str] = ..., seconds_staged: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., bytes_changed: _Optional[int] = ...) -> None: ...
+
+class ListWeightVersionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListWeightVersionsResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[WeightVersionRecord]
+    def __init__(self, versions: _Optional[_Iterable[_Union[WeightVersionRecord, _Mapping]]] = ...) -> None: ...
+
+class SetWeightVersionRequest(_message.Message):
+    __slots__ = ("weight_version", "base_digest")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    base_digest: str
+    def __init__(self, weight_version: _Optional[str] = ..., base_digest: _Optional[str] = ...) -> None: ...
+
+class SetWeightVersionResponse(_message.Message):
+    __slots__ = ("former_weight_version",)
+    FORMER_WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    former_weight_version: str
+    def __init__(self, former_weight_version: _Optional[str] = ...) -> None: ...
+
+class CheckWeightsRequest(_message.Message):
+    __slots__ = ("mode", "against", "list_tensors")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    AGAINST_FIELD_NUMBER: _ClassVar[int]
+    LIST_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    mode: CheckMode
+    against: str
+    list_tensors: bool
+    def __init__(self, mode: _Optional[_Union[CheckMode, str]] = ..., against: _Optional[str] = ..., list_tensors: _Optional[bool] = ...) -> None: ...
+
+class TensorDigest(_message.Message):
+    __slots__ = ("name", "digest", "dtype", "shape", "kind", "alias")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    kind: str
+    alias: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., kind: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
+
+class RankCheck(_message.Message):
+    __slots__ = ("rank", "digest", "tensor_count", "bytes_checked", "tensors")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    digest: str
+    tensor_count: int
+    bytes_checked: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorDigest]
+    def __init__(self, rank: _Optional[int] = ..., digest: _Optional[str] = ..., tensor_count: _Optional[int] = ..., bytes_checked: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ...) -> None: ...
+
+class WeightDifference(_message.Message):
+    __slots__ = ("rank", "tensor", "block", "what", "expected", "found")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    tensor: str
+    block: int
+    what: str
+    expected: str
+    found: str
+    def __init__(self, rank: _Optional[int] = ..., tensor: _Optional[str] = ..., block: _Optional[int] = ..., what: _Optional[str] = ..., expected: _Optional[str] = ..., found: _Optional[str] = ...) -> None: ...
+
+class CheckWeightsResponse(_message.Message):
+    __slots__ = ("equal", "ranks", "differences", "difference_count", "weight_version", "epoch", "seconds", "seconds_paused", "against")
+    EQUAL_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    AGAINST_FIELD_NUMBER: _ClassVar[int]
+    equal: bool
+    ranks: _containers.RepeatedCompositeFieldContainer[RankCheck]
+    differences: _containers.RepeatedCompositeFieldContainer[WeightDifference]
+    difference_count: int
+    weight_version: str
+    epoch: int
+    seconds: float
+    seconds_paused: float
+    against: str
+    def __init__(self, equal: _Optional[bool] = ..., ranks: _Optional[_Iterable[_Union[RankCheck, _Mapping]]] = ..., differences: _Optional[_Iterable[_Union[WeightDifference, _Mapping]]] = ..., difference_count: _Optional[int] = ..., weight_version: _Optional[str] = ..., epoch: _Optional[int] = ..., seconds: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., against: _Optional[str] = ...) -> None: ...
 
 class GroupExperts(_message.Message):
     __slots__ = ("experts",)
@@ -177,7 +741,7 @@ class Choice(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request", "text", "chat", "tokens", "sampling", "priority", "stream_interval")
+    __slots__ = ("request", "text", "chat", "tokens", "sampling", "priority", "stream_interval", "one_version", "weight_version")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +749,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    ONE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     request: str
     text: str
     chat: ChatPrompt
@@ -192,7 +758,9 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     priority: int
     stream_interval: int
-    def __init__(self, request: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    one_version: bool
+    weight_version: str
+    def __init__(self, request: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ..., one_version: _Optional[bool] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -343,7 +911,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., begin_seconds: _Optional[float] = ..., end_seconds: _Optional[float] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "limits", "format", "placement", "phases", "relay", "fill", "progress")
+    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "limits", "format", "placement", "phases", "relay", "fill", "progress", "waiting_at_gate", "pause", "update", "debug")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +933,10 @@ class EngineStatus(_message.Message):
     RELAY_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_AT_GATE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_FIELD_NUMBER: _ClassVar[int]
     state: _weights_pb2.InstanceState
     reason: str
     instance: str
@@ -386,11 +958,87 @@ class EngineStatus(_message.Message):
     relay: str
     fill: _weights_pb2.PullReport
     progress: _weights_pb2.PullProgress
-    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ...) -> None: ...
+    waiting_at_gate: int
+    pause: PauseStatus
+    update: UpdateProgress
+    debug: DebugStatus
+    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ..., waiting_at_gate: _Optional[int] = ..., pause: _Optional[_Union[PauseStatus, _Mapping]] = ..., update: _Optional[_Union[UpdateProgress, _Mapping]] = ..., debug: _Optional[_Union[DebugStatus, _Mapping]] = ...) -> None: ...
+
+class PauseStatus(_message.Message):
+    __slots__ = ("operator", "mode", "age_seconds")
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    operator: str
+    mode: PauseMode
+    age_seconds: float
+    def __init__(self, operator: _Optional[str] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class LockHolder(_message.Message):
+    __slots__ = ("side", "purpose", "waits", "age_seconds")
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    side: str
+    purpose: str
+    waits: bool
+    age_seconds: float
+    def __init__(self, side: _Optional[str] = ..., purpose: _Optional[str] = ..., waits: _Optional[bool] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class UpdateSession(_message.Message):
+    __slots__ = ("session", "operator", "weight_version", "source", "phase", "age_seconds", "lease_seconds", "waiting")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    operator: str
+    weight_version: str
+    source: str
+    phase: str
+    age_seconds: float
+    lease_seconds: float
+    waiting: int
+    def __init__(self, session: _Optional[str] = ..., operator: _Optional[str] = ..., weight_version: _Optional[str] = ..., source: _Optional[str] = ..., phase: _Optional[str] = ..., age_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., waiting: _Optional[int] = ...) -> None: ...
+
+class DebugStatus(_message.Message):
+    __slots__ = ("pause", "locks", "session", "last_check", "last_check_time", "versions", "memory")
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    LOCKS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHECK_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHECK_TIME_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    pause: PauseStatus
+    locks: _containers.RepeatedCompositeFieldContainer[LockHolder]
+    session: UpdateSession
+    last_check: CheckWeightsResponse
+    last_check_time: _timestamp_pb2.Timestamp
+    versions: _containers.RepeatedCompositeFieldContainer[WeightVersionRecord]
+    memory: _containers.RepeatedCompositeFieldContainer[RankMemory]
+    def __init__(self, pause: _Optional[_Union[PauseStatus, _Mapping]] = ..., locks: _Optional[_Iterable[_Union[LockHolder, _Mapping]]] = ..., session: _Optional[_Union[UpdateSession, _Mapping]] = ..., last_check: _Optional[_Union[CheckWeightsResponse, _Mapping]] = ..., last_check_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[WeightVersionRecord, _Mapping]]] = ..., memory: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
+
+class RankMemory(_message.Message):
+    __slots__ = ("rank", "resident_bytes", "staged_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    resident_bytes: int
+    staged_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("debug",)
+    DEBUG_FIELD_NUMBER: _ClassVar[int]
+    debug: bool
+    def __init__(self, debug: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("status",)

@@ -70,6 +70,76 @@ class EngineServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
                 _registered_method=True)
+        self.PauseGeneration = channel.unary_unary(
+                '/seedrelay.v1.EngineService/PauseGeneration',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.PauseGenerationRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.PauseGenerationResponse.FromString,
+                _registered_method=True)
+        self.ContinueGeneration = channel.unary_unary(
+                '/seedrelay.v1.EngineService/ContinueGeneration',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/seedrelay.v1.EngineService/FlushCache',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.AbortAll = channel.unary_unary(
+                '/seedrelay.v1.EngineService/AbortAll',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortAllRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortAllResponse.FromString,
+                _registered_method=True)
+        self.BeginWeightUpdate = channel.unary_unary(
+                '/seedrelay.v1.EngineService/BeginWeightUpdate',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.RenewWeightUpdate = channel.unary_unary(
+                '/seedrelay.v1.EngineService/RenewWeightUpdate',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.StageWeights = channel.unary_stream(
+                '/seedrelay.v1.EngineService/StageWeights',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.StageWeightsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.StageWeightsResponse.FromString,
+                _registered_method=True)
+        self.PushWeights = channel.stream_unary(
+                '/seedrelay.v1.EngineService/PushWeights',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.PushWeightsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.PushWeightsResponse.FromString,
+                _registered_method=True)
+        self.CommitWeightUpdate = channel.unary_unary(
+                '/seedrelay.v1.EngineService/CommitWeightUpdate',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.AbortWeightUpdate = channel.unary_unary(
+                '/seedrelay.v1.EngineService/AbortWeightUpdate',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_stream(
+                '/seedrelay.v1.EngineService/UpdateWeights',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.ListWeightVersions = channel.unary_unary(
+                '/seedrelay.v1.EngineService/ListWeightVersions',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsResponse.FromString,
+                _registered_method=True)
+        self.SetWeightVersion = channel.unary_unary(
+                '/seedrelay.v1.EngineService/SetWeightVersion',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionResponse.FromString,
+                _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/seedrelay.v1.EngineService/CheckWeights',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.CheckWeightsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -143,6 +213,139 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseGeneration(self, request, context):
+        """Closes the gate: no new request runs until `ContinueGeneration`. New ones
+        wait at the gate, within their deadlines and the limit on waiting requests.
+        Health says `NOT_SERVING` meanwhile.
+
+        Legal in every state of an instance that holds weights, and idempotent: on
+        an instance that is paused already it does to what still runs what the mode
+        says. Fails with `DEADLINE_EXCEEDED` when requests still run at the deadline
+        and the call named no mode for them; then the instance is as it was before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ContinueGeneration(self, request, context):
+        """Opens the gate. Does nothing on an instance that isn't paused.
+
+        Fails with `FAILED_PRECONDITION` while weights are being applied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Frees the KV blocks that only the prefix cache holds. Correctness never
+        needs it, since KV of other weights is never found; it frees memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortAll(self, request, context):
+        """Ends every request with what it has, those that wait included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginWeightUpdate(self, request, context):
+        """Begins an update of the weights: opens a session, which holds a lease.
+        Serving goes on. Whoever stages, or renews, prolongs the lease; a session
+        whose lease ends is aborted, and nothing has changed.
+
+        Fails with `FAILED_PRECONDITION` when the instance serves no weights or
+        others than `base_digest`, and `UNAVAILABLE`, saying who holds the session,
+        while another update goes on and the caller doesn't want to wait for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewWeightUpdate(self, request, context):
+        """Prolongs the lease of a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageWeights(self, request, context):
+        """Stages the weights of a session whose source the engine reads by itself
+        (`disk`, `relay`), and streams how far it is. The last message says what is
+        staged: complete, checked and proven, on every rank. Leaving the call aborts
+        the session.
+
+        Fails with `INVALID_ARGUMENT` for weights that do not fit, all of it listed.
+        After any failure the session has ended and nothing has changed, unless it
+        was staged layer by layer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushWeights(self, request_iterator, context):
+        """Stages the tensors that a caller sends, in any order and cut anywhere. The
+        first message names the session and all tensors, later ones carry bytes.
+        Ends like `StageWeights`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitWeightUpdate(self, request, context):
+        """Applies what is staged: closes the gate, lets go of running requests as the
+        pause mode says, copies what has changed into place between two steps of all
+        ranks, verifies it, and opens the gate again unless it was closed before.
+
+        May be repeated: an update that was committed answers what it answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortWeightUpdate(self, request, context):
+        """Ends a session and forgets what is staged. Ending one that has ended does
+        nothing. Fails with `FAILED_PRECONDITION` while its commit is applied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Does a whole update in one call: begins, stages, commits. Streams how far it
+        is; the last message carries the report. Leaving the call aborts it, unless
+        it is being applied by then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWeightVersions(self, request, context):
+        """Lists the weights that this life of the instance has had, and the updates
+        that failed, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWeightVersion(self, request, context):
+        """Calls the weights that serve otherwise. They stay what they are: digest and
+        epoch do not change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckWeights(self, request, context):
+        """Checks what lies in memory: digests of every tensor, compared with what they
+        were, or should be. Runs between steps, a piece at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +383,76 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.SetExpertMap,
                     request_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.SerializeToString,
+            ),
+            'PauseGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGeneration,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.PauseGenerationRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.PauseGenerationResponse.SerializeToString,
+            ),
+            'ContinueGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ContinueGeneration,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.FlushCacheRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'AbortAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortAll,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortAllRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortAllResponse.SerializeToString,
+            ),
+            'BeginWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginWeightUpdate,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateResponse.SerializeToString,
+            ),
+            'RenewWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewWeightUpdate,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateResponse.SerializeToString,
+            ),
+            'StageWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.StageWeights,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.StageWeightsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.StageWeightsResponse.SerializeToString,
+            ),
+            'PushWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.PushWeights,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.PushWeightsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'CommitWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitWeightUpdate,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateResponse.SerializeToString,
+            ),
+            'AbortWeightUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortWeightUpdate,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'ListWeightVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWeightVersions,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsResponse.SerializeToString,
+            ),
+            'SetWeightVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeightVersion,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.CheckWeightsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.CheckWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -372,6 +645,384 @@ class EngineService:
             '/seedrelay.v1.EngineService/SetExpertMap',
             seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
             seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/PauseGeneration',
+            seedrelay_dot_v1_dot_engine__pb2.PauseGenerationRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.PauseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContinueGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/ContinueGeneration',
+            seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.ContinueGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/FlushCache',
+            seedrelay_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/AbortAll',
+            seedrelay_dot_v1_dot_engine__pb2.AbortAllRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.AbortAllResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/BeginWeightUpdate',
+            seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.BeginWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/RenewWeightUpdate',
+            seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.RenewWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/StageWeights',
+            seedrelay_dot_v1_dot_engine__pb2.StageWeightsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.StageWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/seedrelay.v1.EngineService/PushWeights',
+            seedrelay_dot_v1_dot_engine__pb2.PushWeightsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/CommitWeightUpdate',
+            seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.CommitWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortWeightUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/AbortWeightUpdate',
+            seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.AbortWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/UpdateWeights',
+            seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWeightVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/ListWeightVersions',
+            seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.ListWeightVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeightVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/SetWeightVersion',
+            seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.SetWeightVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/CheckWeights',
+            seedrelay_dot_v1_dot_engine__pb2.CheckWeightsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.CheckWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,
