@@ -35,10 +35,10 @@ demo: model ## Run the main job on a real model; writes build/demo.json
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
 test: model ## Run the tests (a sample of the large matrices)
-	@$(BIN)/pytest -q -m "not full and not gpu"
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not full and not gpu"
 
 test-all: model ## Run the complete matrices
-	@$(BIN)/pytest -q -m "not gpu"
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not gpu"
 
 test-gpu: ## Prove the CUDA path on this host's device; without one it says so and passes
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())' 2>/dev/null; \
