@@ -280,7 +280,7 @@ async def test_the_only_data_parallel_rank(stub):
     assert len(await answers(stub, request)) == 1
 
 
-@pytest.mark.parametrize("state", [State.DUMMY, State.LANDING, State.PAUSED, State.DRAINING])
+@pytest.mark.parametrize("state", [State.DUMMY, State.LANDING, State.FAILED, State.DRAINING])
 async def test_not_ready(service, stub, state):
     """An engine that isn't ready says so to a health check, and generates nothing."""
     healthy = await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
