@@ -166,6 +166,25 @@ async def test_an_update_waits_for_admissions(scene):
 
 
 @played
+async def test_a_pause_that_begins_while_a_request_waits_for_the_lock(scene):
+    """Having passed an open gate is no ticket past one that was closed since."""
+    early = scene.ask("early", max_tokens=1)
+    await settled()
+    updating = asyncio.ensure_future(scene.updated(KEEP, 5))
+    await settled()
+    late = scene.ask("late", max_tokens=1)
+    await settled()
+    await scene.pause(KEEP)
+    await updating
+    await asyncio.sleep(10)
+    assert [one.request for one in scene.scheduler.waiting] == [early.request]
+    assert scene.engine.gate.waiting == 1
+    await scene.resume()
+    await scene.over()
+    assert late.versions == ["v2"]
+
+
+@played
 async def test_only_one_version(scene):
     """A request that demands one version ends with what it has, unless it has nothing yet."""
     await two_run(scene, one_version=True)

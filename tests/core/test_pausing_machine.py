@@ -139,8 +139,10 @@ class Pausing(RuleBasedStateMachine):
 
     def teardown(self):
         """Everybody gets an answer, and every request its whole end, once there is time."""
-        self.runner.run(self._end())
-        self.runner.close()
+        try:
+            self.runner.run(self._end())
+        finally:
+            self.runner.close()
 
     async def _begin(self):
         self.scene = Scene(max_running=3, blocks=14, chunk=8)
