@@ -21,6 +21,9 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
     say(f"  running {shown['running']}, waiting {shown['waiting']}, "
         f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
+    if closed := shown["pause"]:
+        say(f"  gate closed for {closed['age_seconds']:.1f} s by {closed['operator']} "
+            f"({closed['mode']}), {shown['waiting_at_gate']} requests wait at it")  # fmt: skip
     if how_far := shown["progress"]:
         say(f"  {how_far['phase']} {how_far['source_instance']}".rstrip() +
             f": {how_far['bytes_verified']}/{how_far['bytes_total']} bytes")  # fmt: skip

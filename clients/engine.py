@@ -84,31 +84,48 @@ class EngineClient:
     async def abort(self, requests: Iterable[str]) -> int:
         """Ends requests by name, with what they have; returns how many answers were ended."""
         message = engine_pb2.AbortRequest(requests=requests)
-        try:
-            response = await self._stub.Abort(message, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
+        response = await self._call(self._stub.Abort, message)
         return int(response.aborted)
 
     async def status(self) -> engine_pb2.EngineStatus:
         """Returns the state of the instance."""
-        try:
-            response = await self._stub.GetStatus(
-                engine_pb2.GetStatusRequest(), timeout=CALL_SECONDS
-            )
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
+        response = await self._call(self._stub.GetStatus, engine_pb2.GetStatusRequest())
         status: engine_pb2.EngineStatus = response.status
         return status
+
+    async def pause(
+        self, request: engine_pb2.PauseGenerationRequest, timeout: float | None = None
+    ) -> engine_pb2.PauseGenerationResponse:
+        """Closes the gate and lets go of what runs; `timeout` is the call's own deadline."""
+        done: engine_pb2.PauseGenerationResponse
+        done = await self._call(self._stub.PauseGeneration, request, timeout)
+        return done
+
+    async def resume(
+        self, *, keep_reserved_memory: bool = False
+    ) -> engine_pb2.ContinueGenerationResponse:
+        """Opens the gate."""
+        request = engine_pb2.ContinueGenerationRequest(keep_reserved_memory=keep_reserved_memory)
+        done: engine_pb2.ContinueGenerationResponse
+        done = await self._call(self._stub.ContinueGeneration, request)
+        return done
+
+    async def flush(self) -> engine_pb2.FlushCacheResponse:
+        """Empties the prefix cache."""
+        done: engine_pb2.FlushCacheResponse
+        done = await self._call(self._stub.FlushCache, engine_pb2.FlushCacheRequest())
+        return done
+
+    async def abort_all(self) -> int:
+        """Ends every request with what it has; returns how many answers were ended."""
+        response = await self._call(self._stub.AbortAll, engine_pb2.AbortAllRequest())
+        return int(response.aborted)
 
     async def expert_map(self, layers: Iterable[int] = ()) -> engine_pb2.GetExpertMapResponse:
         """Returns where the experts of some layers lie, or of all."""
         request = engine_pb2.GetExpertMapRequest(layers=layers)
-        try:
-            response = await self._stub.GetExpertMap(request, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        found: engine_pb2.GetExpertMapResponse = response
+        found: engine_pb2.GetExpertMapResponse
+        found = await self._call(self._stub.GetExpertMap, request)
         return found
 
     async def set_expert_map(
@@ -116,11 +133,8 @@ class EngineClient:
     ) -> engine_pb2.SetExpertMapResponse:
         """Moves experts to where some layers shall have them; an engine goes on after `timeout`."""
         request = engine_pb2.SetExpertMapRequest(layers=layers)
-        try:
-            response = await self._stub.SetExpertMap(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        done: engine_pb2.SetExpertMapResponse = response
+        done: engine_pb2.SetExpertMapResponse
+        done = await self._call(self._stub.SetExpertMap, request, timeout)
         return done
 
     async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
@@ -140,6 +154,12 @@ class EngineClient:
         timeout = limit + OVERTIME_SECONDS if limit else None
         async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
+
+    async def _call(self, method: Any, request: Any, timeout: float | None = CALL_SECONDS) -> Any:
+        try:
+            return await method(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
 
     async def _stream(self, call: Any) -> AsyncGenerator[Any]:
         try:

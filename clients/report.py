@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clients import report_pause
 from relay_service.core.instance import Instance
 from relay_service.core.match import Match
 from relay_service.rpc import convert
@@ -43,6 +44,8 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
         ],
         "running": status.running,
         "waiting": status.waiting,
+        "waiting_at_gate": status.waiting_at_gate,
+        "pause": report_pause.status(status.pause) if status.HasField("pause") else None,
         "kv_blocks_used": status.kv_blocks_used,
         "kv_blocks_total": status.kv_blocks_total,
         "kv_blocks_cached": status.kv_blocks_cached,

@@ -72,6 +72,7 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
         asyncio.create_task(_fail_on_death(instance)),
         asyncio.create_task(_run_steps(instance)),
         asyncio.create_task(BringUp(instance, filler).run()),
+        asyncio.create_task(_tell_of_pauses(instance)),
     ]
     try:
         await _until_over(instance, stopping)
@@ -134,9 +135,19 @@ async def _fail_on_death(instance: Instance) -> None:
     error = await instance.ranks.died()
     _log.error("%s", error)
     instance.lifecycle.to(State.FAILED, str(error))
-    instance.engine.scheduler.fail_all(error)
+    instance.pauser.fail(error)
     if instance.link:
         await instance.link.close()
+
+
+async def _tell_of_pauses(instance: Instance) -> None:
+    """Lets the relay know; it reads on from a paused instance."""
+    before = State.STARTING
+    async for state in instance.lifecycle.watch():
+        held = before in (State.PAUSED, State.UPDATING)
+        if state is State.PAUSED or (state is State.READY and held):
+            await instance.tell_relay()
+        before = state
 
 
 async def _until_over(instance: Instance, stopping: asyncio.Event) -> None:
@@ -157,9 +168,13 @@ async def _until_over(instance: Instance, stopping: asyncio.Event) -> None:
 
 
 async def _drain(instance: Instance, grace_seconds: float) -> None:
-    """Admits nothing more, lets what runs finish, then ends it with what it has."""
+    """Admits nothing more, lets what runs finish, then ends it with what it has.
+
+    Who is frozen, or waits for a pause to end, has nothing to wait for.
+    """
     failed = instance.lifecycle.reason if instance.lifecycle.state is State.FAILED else ""
     instance.lifecycle.to(State.DRAINING, failed)
+    instance.pauser.stop()
     scheduler = instance.engine.scheduler
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_seconds):

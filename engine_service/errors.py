@@ -4,6 +4,7 @@ EngineError
 ├── ConfigError            a setting that cannot work
 ├── InvalidRequest         a request that can never be served
 ├── NotReady               the instance isn't ready (yet, or any more)
+├── WaitTimeout            what was waited for did not come in time
 ├── QueueFull              too many requests wait
 ├── RequestExists          a request of that name is being served
 ├── NotOffered             an operation that this service does not have
@@ -57,6 +58,10 @@ class InvalidRequest(EngineError):
 
 class NotReady(EngineError):
     """The instance isn't ready, yet or any more."""
+
+
+class WaitTimeout(EngineError):
+    """What was waited for did not come in time."""
 
 
 class QueueFull(EngineError):

@@ -381,6 +381,11 @@ class FakeRunner:
         self.gate.set()
         self.stepping = asyncio.Event()
         """Set when a step has begun."""
+        self.reserved: tuple[int, int] = (0, 0)
+        """Bytes that its devices have reserved, before and after they are trimmed."""
+
+    async def trim_memory(self) -> tuple[int, int]:
+        return self.reserved
 
     async def step(self, rows: tuple[Row, ...]) -> Sampled:
         self.steps.append(rows)

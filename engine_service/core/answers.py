@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.engine import Engine
 from engine_service.core.messages import TokenLogprobs
-from engine_service.core.request import Finish, GenerationRequest, TokenEvent
+from engine_service.core.request import Finish, GenerationRequest, Sequence, TokenEvent
 from engine_service.core.stops import StopFinder
 from engine_service.core.versions import Span, Spans
 from relay_service.core.instance import Weights
@@ -56,17 +56,16 @@ class Piece:
 async def answer(
     engine: Engine,
     request: GenerationRequest,
+    sequences: list[Sequence],
     detokenizer: Callable[[], Detokenizer],
-    answers: int = 1,
 ) -> AsyncGenerator[Piece]:
-    """Streams the pieces of all answers to a request, until each has ended.
+    """Streams the pieces of all answers to a request that was submitted, until each has ended.
 
-    Leaving the iterator frees their KV and their slots. Raises what `Engine.submit`
-    does, or what ended the engine.
+    Leaving the iterator frees their KV and their slots; whoever submitted them ends them
+    where it was never begun. Raises what ended the engine.
     """
-    sequences = engine.submit(request, answers)
-    makers = [_Answer(request, index, detokenizer()) for index in range(answers)]
-    running = answers
+    makers = [_Answer(request, one.index, detokenizer()) for one in sequences]
+    running = len(sequences)
     try:
         while running:
             event = await sequences[0].events.get()

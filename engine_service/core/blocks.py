@@ -40,6 +40,11 @@ class BlockPool:
         return len(self._empty) + len(self._unused)
 
     @property
+    def unused(self) -> int:
+        """Blocks that nobody holds and that can still be found by their key."""
+        return len(self._unused)
+
+    @property
     def cached(self) -> int:
         """Blocks that can be found by their key, held or not."""
         return len(self._blocks)

@@ -7,15 +7,16 @@ bookkeeping needs no locks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+from engine_service.core.gate import Gate, Ticket
 from engine_service.core.messages import Row, Sampled
 from engine_service.core.ports import Runner
-from engine_service.core.request import Finish, GenerationRequest, Sequence
+from engine_service.core.request import Finish, GenerationRequest, Sequence, answers_to
 from engine_service.core.rows import row_of
 from engine_service.core.scheduler import Scheduler
-from engine_service.errors import EngineError, RankDied
+from engine_service.errors import EngineError, RankDied, WrongState
 from relay_service.core.instance import Weights
 
 
@@ -26,38 +27,31 @@ class Engine:
         self.scheduler = scheduler
         self.weights = Weights()
         """Weights that serve; each token is labelled with those of its step."""
+        self.gate = Gate(lambda: scheduler.limits.max_waiting - scheduler.queued)
         self._runner = runner
         self._work = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._changed = asyncio.Event()
         self._stepping = asyncio.Lock()
-        self._expected: dict[str, bool] = {}
-        """Requests on their way, by name: whether somebody has ended them already."""
 
-    @contextmanager
-    def expecting(self, request: str) -> Iterator[None]:
-        """Lets a request be aborted while it is prepared; whoever prepares it submits it at once.
-
-        Nothing is left of it when preparing fails.
-        """
-        self._expected[request] = False
-        try:
-            yield
-        except BaseException:
-            self._expected.pop(request, None)
-            raise
-
-    def submit(self, request: GenerationRequest, answers: int = 1) -> list[Sequence]:
+    def submit(
+        self, request: GenerationRequest, answers: int = 1, ticket: Ticket | None = None
+    ) -> list[Sequence]:
         """Queues a request; all its answers publish to one queue of events.
 
-        Whoever submits must `end` every answer, whatever happens. Raises `InvalidRequest`,
-        `QueueFull` or `RequestExists`.
+        Whoever submits must `end` every answer, whatever happens. One whose `ticket` was
+        aborted has ended. Raises `InvalidRequest`, `QueueFull`, `RequestExists`, or
+        `WrongState` where another version serves than it demands.
         """
-        aborted = self._expected.pop(request.request, False)
-        sequences = self.scheduler.add(request, answers)
-        if aborted:
+        if ticket and ticket.aborted:
+            sequences = answers_to(request, answers)
             self.scheduler.abort(sequences, self.weights)
+            return sequences
+        if request.weight_version not in ("", self.weights.version):
+            raise _another_version(request, self.weights)
+        sequences = self.scheduler.add(request, answers)
         self._work.set()
-        self._idle.clear()
         return sequences
 
     def end(self, sequence: Sequence, finish: Finish) -> None:
@@ -66,18 +60,67 @@ class Engine:
         Nothing more is published.
         """
         self.scheduler.remove(sequence, finish)
+        self.changed()
 
     def abort(self, request: str) -> int:
         """Ends the answers to a request with what they have; returns how many.
 
-        A request that is only expected counts as one, and ends when it is submitted.
+        A request that is only on its way counts as one.
         """
-        if request and request in self._expected:
-            self._expected[request] = True
-            return 1
         sequences = self.scheduler.named(request)
         self.scheduler.abort(sequences, self.weights)
-        return len(sequences)
+        self.changed()
+        return len(sequences) + self.gate.abort(request)
+
+    def abort_all(self) -> int:
+        """Ends every answer with what it has; returns how many."""
+        served = len(self.scheduler.running) + len(self.scheduler.waiting)
+        self.scheduler.abort_all(self.weights)
+        self.changed()
+        return served + self.gate.abort_all()
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every answer with an error, and every request that waits at the gate."""
+        self.scheduler.fail_all(error)
+        self.gate.fail_all(error)
+        self.changed()
+
+    def switch(self, weights: Weights) -> None:
+        """Serves with other weights from now on. Within `between_steps` alone.
+
+        Frozen KV without a token is computed anew: nothing would say whose it was. Answers
+        that must be of one version, and have tokens, end with what they have; those that
+        demand another version, and have none, fail.
+        """
+        old, self.weights = self.weights, weights
+        scheduler = self.scheduler
+        scheduler.retract([one for one in scheduler.running if not one.output])
+        present = [*scheduler.running, *scheduler.waiting]
+        bound = [one for one in present if one.request.one_version or one.request.weight_version]
+        scheduler.abort([one for one in bound if one.output], old)
+        for one in bound:
+            if one.finish or one.request.weight_version in ("", weights.version):
+                continue
+            if one.leader and one.leader.output:  # an error would end the others, too
+                scheduler.abort([one], old)
+            else:
+                scheduler.fail([one], _another_version(one.request, weights))
+        self.changed()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no step begins."""
+        return not self._thawed.is_set()
+
+    def freeze(self) -> None:
+        """Lets no further step begin. `between_steps` waits for the one in work."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        """Lets steps begin again."""
+        if self.frozen:
+            self._thawed.set()
+            self._work.set()
 
     @asynccontextmanager
     async def between_steps(self) -> AsyncIterator[None]:
@@ -92,20 +135,32 @@ class Engine:
         """
         try:
             while True:
+                await self._thawed.wait()
                 async with self._stepping:
-                    ran = await self._step()
-                if not ran:
+                    ran = not self.frozen and await self._step()
+                    self.changed()
+                if not ran and not self.frozen:
                     await self._work.wait()
                 # A step that never waits would keep the readers of its own tokens waiting.
                 await asyncio.sleep(0)
         except RankDied as error:
-            self.scheduler.fail_all(error)
-            self._idle.set()
+            self.fail_all(error)
             raise
 
     async def idle(self) -> None:
         """Waits until nothing runs and nothing waits."""
-        await self._idle.wait()
+        scheduler = self.scheduler
+        await self.until(lambda: not scheduler.running and not scheduler.waiting)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds; looks again after every step and every `changed`."""
+        while not condition():
+            await self._changed.wait()
+
+    def changed(self) -> None:
+        """Lets whoever waits in `until` look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _step(self) -> bool:
         """Runs a step; returns False when there is nothing to do."""
@@ -113,7 +168,6 @@ class Engine:
         batch = self.scheduler.schedule(weights)
         if not batch:
             self._work.clear()
-            self._idle.set()
             return False
         batch, rows = self._rows(batch)
         if not rows:
@@ -143,3 +197,10 @@ class Engine:
         if len(sampled.tokens) != len(rows):
             raise RankDied(f"a rank answered {len(sampled.tokens)} tokens for {len(rows)} rows")
         return sampled
+
+
+def _another_version(request: GenerationRequest, weights: Weights) -> WrongState:
+    return WrongState(
+        f"version {weights.version!r} serves, {request.weight_version!r} is demanded",
+        field="weight_version", expected=request.weight_version, found=weights.version,
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from engine_service.core.messages import (
     Start,
 )
 from engine_service.core.model_files import stated_dtype
+from engine_service.core.pausing import Pauser
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.rank_config import RankConfig
@@ -63,6 +64,7 @@ class Instance:
         self.lifecycle = Lifecycle()
         self.ranks = ranks
         self.engine = engine
+        self.pauser = Pauser(engine, self.lifecycle, ranks.trim_memory)
         self.phases = Phases()
         self.codec: TextCodec | None = None
         self.has_served = False
@@ -104,9 +106,9 @@ class Instance:
         return FillProgress(phase="loading", bytes_verified=done, bytes_total=total)
 
     def ready_codec(self) -> TextCodec:
-        """Returns what makes tokens of text and back. Raises `NotReady` unless it serves."""
+        """Returns what makes tokens of text and back. Raises `NotReady` where nothing serves."""
         lifecycle = self.lifecycle
-        if lifecycle.state is not State.READY or self.codec is None:
+        if not lifecycle.serves or self.codec is None:
             reason = f": {lifecycle.reason}" if lifecycle.reason else ""
             raise NotReady(
                 f"{self.identity.name} is {lifecycle.state}{reason}",

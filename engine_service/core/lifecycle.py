@@ -32,6 +32,11 @@ class Lifecycle:
         self.reason = ""
         self._changed = asyncio.Event()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has weights to serve with; it may be paused."""
+        return self.state in (State.READY, State.PAUSED, State.UPDATING)
+
     def to(self, state: State, reason: str = "") -> None:
         """Enters a state and wakes the watchers. Raises `WrongState` for a step that isn't."""
         always = state in (State.FAILED, State.DRAINING) and self.state is not State.STOPPED

@@ -18,6 +18,8 @@ from engine_service.core.update_messages import (
     ApplyUpdate,
     StagingCommand,
     StagingReply,
+    Trimmed,
+    TrimMemory,
 )
 from relay_service.core.manifest import Manifest
 
@@ -225,11 +227,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-    | ExpertCommand | StagingCommand | ApplyUpdate
+    | TrimMemory | ExpertCommand | StagingCommand | ApplyUpdate
 )  # fmt: skip
 Reply = (
     Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
-    | ExpertReply | StagingReply | Applied
+    | Trimmed | ExpertReply | StagingReply | Applied
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,6 +19,7 @@ from engine_service.core.messages import (
     Step,
 )
 from engine_service.core.rank_worker import RankWorker, spawn
+from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
 
 R = TypeVar("R", bound=Reply)
@@ -103,6 +104,11 @@ class RankGroup:
             _close(self.descriptors[rank])
             self.descriptors[rank] = fresh
         return [reply.manifest for reply in moved]
+
+    async def trim_memory(self) -> tuple[int, int]:
+        """Has devices take unused memory back; returns the bytes reserved before and after."""
+        replies = await self.same(TrimMemory(), Trimmed)
+        return sum(r.bytes_before for r in replies), sum(r.bytes_after for r in replies)
 
     async def step(self, rows: tuple[Row, ...]) -> Sampled:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""

@@ -49,6 +49,10 @@ class GenerationRequest:
     """What the answer must look like."""
     request: str = ""
     """What the caller calls it; answers of one request share it."""
+    one_version: bool = False
+    """Whether an answer that weights other than its first would go on with ends instead."""
+    weight_version: str = ""
+    """Version that must make all of it; empty for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     leader: Sequence | None = None
     """Answer to the same prompt, whose KV it waits for."""
+    begun: bool = False
+    """Whether it has ever run; it may be in the queue again."""
     finish: Finish | None = None
 
     @property

@@ -45,9 +45,21 @@ class Scheduler:
         """In the order in which they will run."""
         self.running: list[Sequence] = []
         """In the order in which they began to run."""
+        self.admits_new = True
+        """Whether requests that have not begun may begin."""
         self.generated_tokens = 0
         self.finished: Counter[Finish] = Counter()
         """Answers that have ended, by reason."""
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Answers that run, or have run and are in the queue again."""
+        return [*self.running, *(one for one in self.waiting if one.begun)]
+
+    @property
+    def queued(self) -> int:
+        """Answers that have not begun; those that were sent back to the queue had their place."""
+        return sum(not one.begun for one in self.waiting)
 
     @property
     def max_tokens(self) -> int:
@@ -61,9 +73,9 @@ class Scheduler:
         too many wait, `RequestExists` when its name is taken.
         """
         self._check_fits(request, answers)
-        if len(self.waiting) + answers > self.limits.max_waiting:
+        if self.queued + answers > self.limits.max_waiting:
             raise QueueFull(
-                f"{len(self.waiting)} requests wait already",
+                f"{self.queued} requests wait already",
                 field="max_waiting", expected=str(self.limits.max_waiting),
             )  # fmt: skip
         if self.named(request.request):
@@ -95,7 +107,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.chunk = 1 if sequence.pending == 1 else min(sequence.pending, budget)
             budget -= sequence.chunk if sequence.pending > 1 else 0
-        for sequence in [one for one in self.waiting if not _follows(one)]:
+        for sequence in [one for one in self.waiting if self._may_run(one)]:
             if budget <= 0 or len(self.running) >= self.limits.max_running:
                 break
             if not self._admit(sequence, weights):
@@ -126,6 +138,13 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.pool.release(sequence.blocks)
+
+    def retract(self, sequences: list[Sequence]) -> int:
+        """Sends running sequences back to the queue and frees their KV; returns how many."""
+        retracted = list(sequences)
+        for sequence in retracted:
+            self._preempt(sequence)
+        return len(retracted)
 
     def abort(self, sequences: list[Sequence], weights: Weights) -> None:
         """Ends some sequences with what they have."""
@@ -176,7 +195,13 @@ class Scheduler:
             sequence.reused = sequence.cached
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.begun = True
         return True
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether it may begin, and need not wait for the KV of another answer to its prompt."""
+        leader, may_begin = sequence.leader, self.admits_new or sequence.begun
+        return may_begin and not (leader and leader.finish is None and not leader.output)
 
     def _grow(self, sequence: Sequence) -> bool:
         return self.pool.grow(sequence.blocks, sequence.length)
@@ -223,9 +248,3 @@ class Scheduler:
 def _order(sequence: Sequence) -> tuple[int, int]:
     """Sorts by who runs first: the higher priority, then who came first."""
     return -sequence.request.priority, sequence.number
-
-
-def _follows(sequence: Sequence) -> bool:
-    """Whether it should wait for the KV of another answer to the same prompt."""
-    leader = sequence.leader
-    return bool(leader and leader.finish is None and not leader.output)

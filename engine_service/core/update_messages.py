@@ -105,6 +105,13 @@ class ApplyUpdate(msgspec.Struct, frozen=True, tag=True):
     """
 
 
+class TrimMemory(msgspec.Struct, frozen=True, tag=True):
+    """Has a device take back memory that its allocator does not use: on the stream of steps.
+
+    Answered by `Trimmed`.
+    """
+
+
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     """Which file was read, so that another one in its place is noticed."""
 
@@ -153,6 +160,13 @@ class Applied(msgspec.Struct, frozen=True, tag=True):
 
     bytes_copied: int
     seconds_copied: float
+
+
+class Trimmed(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that the allocator of the rank's device had reserved; both 0 on the CPU."""
+
+    bytes_before: int
+    bytes_after: int
 
 
 StagingCommand = (

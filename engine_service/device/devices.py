@@ -34,6 +34,8 @@ class Device:
     graphs: Callable[[Llama, KVCache], Graphs]
     meet: Meet
     """Opens the process group of several ranks."""
+    trim: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Gives back what its allocator does not use; returns bytes reserved before and after."""
 
 
 def open_device(settings: RankConfig, memory: Memory | None = None) -> Device:
@@ -65,4 +67,12 @@ def _open_cuda(settings: RankConfig) -> Device:
         )  # fmt: skip
     torch.cuda.set_device(number)
     allocate = functools.partial(CudaArena, driver=cuda_driver.load(), device=number)
-    return Device(torch.device("cuda", number), allocate, CudaGraphRunner, meet_over_nccl)
+    trim = functools.partial(_trim_cuda, number)
+    return Device(torch.device("cuda", number), allocate, CudaGraphRunner, meet_over_nccl, trim)
+
+
+def _trim_cuda(number: int) -> tuple[int, int]:
+    """What graphs have captured stays: their pools are in use."""
+    before = torch.cuda.memory_reserved(number)
+    torch.cuda.empty_cache()
+    return before, torch.cuda.memory_reserved(number)

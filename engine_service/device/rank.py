@@ -40,6 +40,7 @@ class Rank:
         self.config = planned.config
         self.facts, self.layout = planned.facts, planned.layout
         device = open_device(settings, planned.memory)
+        self.trim_memory = device.trim
         self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(planned.config, planned.shard)
         groups = join(settings, rendezvous_fd, device.meet)

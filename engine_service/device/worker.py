@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from engine_service import errors
 from engine_service.core import messages
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
+from engine_service.core.update_messages import Trimmed, TrimMemory
 from engine_service.device.plan import Plan, plan
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
@@ -159,6 +160,8 @@ class Worker:
                 reply = messages.Moved(rank.arena.replace_backing())
             case messages.Commit():
                 rank.arena.seal()
+            case TrimMemory():
+                reply = Trimmed(*rank.trim_memory())
             case messages.CheckProbe():
                 rank.check_probe(command.probe)
         return reply

@@ -8,6 +8,7 @@ from engine_service.core.instance import Instance
 from engine_service.core.load_report import LoadReport
 from engine_service.core.ports import FillProgress, FillReport
 from engine_service.errors import InvalidRequest
+from engine_service.rpc.convert_pause import MAX_TIMEOUT_SECONDS, closing_to_proto
 from relay_service.core.format import Placement
 from relay_service.core.instance import State
 from relay_service.core.logs import clean_transfer
@@ -15,8 +16,6 @@ from relay_service.core.manifest import weights_digest
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.memory.host import is_sealed
 from seedrelay.v1 import engine_pb2, weights_pb2
-
-MAX_TIMEOUT_SECONDS = 315_576_000_000
 
 
 def state_to_proto(state: State) -> str:
@@ -39,6 +38,7 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
         ranks=_ranks_to_proto(instance),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
+        waiting_at_gate=instance.engine.gate.waiting,
         kv_blocks_used=scheduler.pool.used,
         kv_blocks_total=scheduler.pool.total,
         kv_blocks_cached=scheduler.pool.cached,
@@ -56,6 +56,8 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
         ],
         relay=instance.link.address if instance.link else "",
     )
+    if closing := instance.engine.gate.closed_by:
+        status.pause.CopyFrom(closing_to_proto(closing))
     if instance.fill_report is not None:
         status.fill.CopyFrom(report_to_proto(instance.fill_report, instance.lifecycle.state))
     if instance.progress is not None:

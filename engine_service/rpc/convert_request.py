@@ -34,6 +34,8 @@ def request_from_proto(
         priority=message.priority,
         constraint=_constraint(params.structure, codec),
         request=message.request,
+        one_version=message.one_version,
+        weight_version=message.weight_version,
     )
     return wanted, fields.answers()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from engine_service.core.messages import Sampling
 from engine_service.core.ports import Constraint
@@ -17,6 +17,13 @@ MAX_ANSWERS = 128
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+
+
+class Lengths(TypedDict):
+    """The most and the fewest tokens of an answer."""
+
+    max_tokens: int
+    min_tokens: int
 
 
 class SamplingFields:
@@ -55,7 +62,7 @@ class SamplingFields:
             prompt_logprobs=self._logprobs("prompt_logprobs"),
         )
 
-    def lengths(self, max_tokens: int) -> dict[str, int]:
+    def lengths(self, max_tokens: int) -> Lengths:
         """Returns the most and the fewest tokens of an answer."""
         self.in_range("max_tokens", max_tokens, 1, MAX_TOKENS)
         self._check("min_tokens", 0, max_tokens)

@@ -6,7 +6,6 @@ Served beside our own, on the same port, from the generated code of smg-grpc-pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from engine_service.core.instance import Instance
 from engine_service.errors import NotOffered
 from engine_service.rpc import convert_gateway, convert_gateway_info
-from engine_service.rpc.admission import admit
+from engine_service.rpc.admission import admitted
 from engine_service.rpc.status import answers, streams
 
 
@@ -79,9 +78,9 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Answers; leaving the call, or aborting it by name, frees its KV."""
         del context
         from_proto = convert_gateway.request_from_proto
-        wanted, pieces = await admit(self._instance, request.request_id, from_proto, request)
-        writer = convert_gateway.AnswerWriter(request, wanted)
-        async with contextlib.aclosing(pieces):
+        name = request.request_id
+        async with admitted(self._instance, name, from_proto, request) as (wanted, pieces):
+            writer = convert_gateway.AnswerWriter(request, wanted)
             async for piece in pieces:
                 for response in writer.take(piece):
                     yield response
@@ -102,8 +101,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> common_pb2.FlushCacheResponse:
         """Empties the prefix cache. Running requests keep their KV, so nobody waits for them."""
         del request, context
-        forgotten = self._instance.engine.scheduler.pool.forget()
-        message = f"{forgotten} blocks can no longer be found"
+        message = f"blocks freed: {self._instance.pauser.flush()}"
         return common_pb2.FlushCacheResponse(success=True, message=message)
 
     @answers

@@ -15,14 +15,15 @@ from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
 from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
-from engine_service.rpc.admission import admit
+from engine_service.rpc.admission import admitted
+from engine_service.rpc.pausing import PausingRpcs
 from engine_service.rpc.status import answers, streams
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 
 
-class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+class EngineServicer(PausingRpcs, engine_pb2_grpc.EngineServiceServicer):
     """Serves one instance."""
 
     def __init__(self, instance: Instance, filler: Filler) -> None:
@@ -38,8 +39,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         del context
         interval = convert_request.stream_interval(request)
         from_proto = convert_request.request_from_proto
-        _, pieces = await admit(self._instance, request.request, from_proto, request)
-        async with contextlib.aclosing(gathered(pieces, interval)) as messages:
+        async with (
+            admitted(self._instance, request.request, from_proto, request) as (_, pieces),
+            contextlib.aclosing(gathered(pieces, interval)) as messages,
+        ):
             async for piece in messages:
                 yield convert_answer.piece_to_proto(piece)
 

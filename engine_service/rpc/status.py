@@ -25,6 +25,7 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
     errors.ConfigError: _Code.INVALID_ARGUMENT,
     errors.InvalidRequest: _Code.INVALID_ARGUMENT,
     errors.NotReady: _Code.UNAVAILABLE,
+    errors.WaitTimeout: _Code.DEADLINE_EXCEEDED,
     errors.QueueFull: _Code.RESOURCE_EXHAUSTED,
     errors.RequestExists: _Code.ALREADY_EXISTS,
     errors.NotOffered: _Code.UNIMPLEMENTED,

@@ -225,7 +225,7 @@ async def test_a_request_that_could_not_be_prepared(running):
     """Nothing is left of a request whose preparation failed: there is nothing to abort."""
 
     def prepare() -> None:
-        with running.engine.expecting("r"):
+        with running.engine.gate.expecting("r"):
             assert running.engine.abort("r") == 1
             raise InvalidRequest("not like this")
 

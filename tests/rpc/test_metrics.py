@@ -142,9 +142,10 @@ async def test_an_engine():
     stepping = asyncio.create_task(instance.engine.run())
     request = GenerationRequest(prompt=(1, 2), sampling=Sampling(), max_tokens=5)
     detokenizer = functools.partial(Detokenizer, lambda ids: " ".join(map(str, ids)))
-    async for _ in answer(instance.engine, request, detokenizer):
+    engine = instance.engine
+    async for _ in answer(engine, request, engine.submit(request), detokenizer):
         pass
-    leaving = answer(instance.engine, request, detokenizer)
+    leaving = answer(engine, request, engine.submit(request), detokenizer)
     await anext(leaving)
     await leaving.aclose()
     found = await scraped(address)
