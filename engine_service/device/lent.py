@@ -1,0 +1,59 @@
+"""Memory that is lent to a relay, which lands blocks of new weights in it.
+
+It has an arena's size and header, and costs nothing where nothing has landed. What the relay
+has given back is read from there into a shadow, verified, and freed behind the reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+
+from engine_service.errors import ResourceExhausted
+from relay_service.core.manifest import HEADER_BYTES, Block, Manifest
+from relay_service.memory.header import Header
+from relay_service.memory.host import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
+
+_PUNCH_HOLE, _KEEP_SIZE = 0x2, 0x1  # linux/falloc.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class Lent:
+    """A sparse memory file; whoever has a descriptor may write until it is read."""
+
+    def __init__(self, manifest: Manifest, generation: str) -> None:
+        """Creates it. Raises `ResourceExhausted`."""
+        try:
+            self.fd = os.memfd_create(
+                f"seedrelay-staging-{manifest.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
+            os.ftruncate(self.fd, HEADER_BYTES + manifest.data_bytes)
+        except OSError as error:
+            raise ResourceExhausted(f"cannot make memory for staging: {error}") from error
+        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        page = ctypes.create_string_buffer(HEADER_BYTES)
+        Header(ctypes.addressof(page)).write(generation, manifest.data_bytes)
+        os.pwrite(self.fd, page.raw, 0)
+
+    @property
+    def nbytes_held(self) -> int:
+        """Memory that it takes now."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def read(self, block: Block, into: memoryview) -> None:
+        """Copies a block out and frees it here."""
+        start, done = HEADER_BYTES + block.offset, 0
+        while done < len(into):
+            done += os.preadv(self.fd, [into[done:]], start + done)
+        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, block.nbytes):
+            error = ctypes.get_errno()
+            raise ResourceExhausted(f"cannot free staged memory: {os.strerror(error)}")
+
+    def close(self) -> None:
+        """Lets go of it; twice is harmless."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
