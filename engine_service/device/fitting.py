@@ -108,7 +108,7 @@ def _refuse(headers: Mapping[str, TensorHeader], faults: Mapping[str, Sequence[s
     if first in headers:
         details["file"] = headers[first].origin
     if found.keys() == {"tensors that would lose bits"}:
-        details["hint"] = "name the type with --dtype to have them converted"
+        details["hint"] = "name the type with --dtype, or allow narrowing, to have them converted"
     summary = f"{counts}. " if len(found) > 1 else ""
     raise CheckpointError(f"the checkpoint does not fit the model: {summary}{lists}", **details)
 

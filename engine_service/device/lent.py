@@ -10,7 +10,9 @@ import ctypes
 import fcntl
 import os
 
-from engine_service.errors import ResourceExhausted
+from engine_service.device.arena import Weights
+from engine_service.errors import ArenaError, ResourceExhausted
+from relay_service.core.digests import block_digest
 from relay_service.core.manifest import HEADER_BYTES, Block, Manifest
 from relay_service.memory.header import Header
 from relay_service.memory.host import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
@@ -38,22 +40,33 @@ class Lent:
         Header(ctypes.addressof(page)).write(generation, manifest.data_bytes)
         os.pwrite(self.fd, page.raw, 0)
 
-    @property
-    def nbytes_held(self) -> int:
-        """Memory that it takes now."""
-        return os.fstat(self.fd).st_blocks * 512
+    def move(self, block: Block, weights: Weights, landed: Manifest) -> None:
+        """Moves a block to where it belongs, and frees it here.
 
-    def read(self, block: Block, into: memoryview) -> None:
-        """Copies a block out and frees it here."""
-        start, done = HEADER_BYTES + block.offset, 0
-        while done < len(into):
-            done += os.preadv(self.fd, [into[done:]], start + done)
-        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, block.nbytes):
-            error = ctypes.get_errno()
-            raise ResourceExhausted(f"cannot free staged memory: {os.strerror(error)}")
+        Raises `ArenaError` where the bytes that have come there are not those that should
+        have `landed`.
+        """
+        into = weights.build(block.offset, block.nbytes)
+        self._read(block, into)
+        digest = block_digest(into)
+        weights.put(block.offset, block.nbytes)
+        if digest != landed.block_digest(block.index):
+            tensor = landed.tensor_at(block.index)
+            raise ArenaError(
+                f"block {block.index} ({tensor}) has landed with other bytes than it should have",
+                tensor=tensor,
+            )
 
     def close(self) -> None:
         """Lets go of it; twice is harmless."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def _read(self, block: Block, into: memoryview) -> None:
+        start, done = HEADER_BYTES + block.offset, 0
+        while done < len(into):
+            done += os.preadv(self.fd, [into[done:]], start + done)
+        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, block.nbytes):
+            error = ctypes.get_errno()
+            raise ResourceExhausted(f"cannot free staged memory: {os.strerror(error)}")

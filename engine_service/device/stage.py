@@ -29,7 +29,6 @@ from engine_service.device.pushed import Pushed
 from engine_service.device.reading import equal_bytes, read_files
 from engine_service.device.sharding import rank_config
 from engine_service.errors import ArenaError, ResourceExhausted, WrongState
-from relay_service.core.digests import block_digest
 from relay_service.core.manifest import Block, Manifest
 from relay_service.memory.host import available_bytes
 
@@ -89,14 +88,18 @@ class Stage:
         """Blocks that are not in the arena yet."""
         return self.changed if self._shadow else []
 
+    def check_empty(self) -> None:
+        """Raises `WrongState` where a source has brought something already."""
+        if self._source or self.staged:
+            raise WrongState("weights are staged from one source, once")
+
     def disk(
         self, folder: Path, bytes_per_second: int, progress: Progress
     ) -> tuple[FileIdentity, ...]:
         """Reads a folder; returns which files were read, all the same at the end.
 
-        Raises `CheckpointError` and `ResourceExhausted`.
+        `check_empty` comes first. Raises `CheckpointError` and `ResourceExhausted`.
         """
-        self._check_empty()
         before = identities(folder)
         checkpoint = open_checkpoint(folder).without(self._unread)
         stored = checkpoint.tensors
@@ -108,7 +111,7 @@ class Stage:
 
     def headers(self, tensors: Sequence[PushedHeader]) -> None:
         """Takes note of what will be pushed. Raises `CheckpointError`, `ResourceExhausted`."""
-        self._check_empty()
+        self.check_empty()
 
         def prepare(found: Mapping[str, TensorHeader], equal: Callable[[], bool]) -> Intake:
             return self._prepared(Checkpoint(found).without(self._unread), equal)
@@ -126,7 +129,7 @@ class Stage:
     def lend(self, memory: Lent) -> None:
         """Takes memory that a relay is to land in."""
         try:
-            self._check_empty()
+            self.check_empty()
         except WrongState:
             memory.close()
             raise
@@ -146,7 +149,9 @@ class Stage:
         coming = self._differing(landed)
         total, done = sum(one.nbytes for one in coming), 0
         for block in coming:
-            self._take(lent, block, landed)
+            if self._shadow is None:
+                self._arena.begin()
+            lent.move(block, self.weights, landed)
             done += block.nbytes
             progress(done, total)
         self.weights.flush()
@@ -194,10 +199,6 @@ class Stage:
         if source:
             source.close()
 
-    def _check_empty(self) -> None:
-        if self._source or self.staged:
-            raise WrongState("weights are staged from one source, once")
-
     def _prepared(
         self, checkpoint: Checkpoint[TensorHeader], tied_equal: Callable[[], bool]
     ) -> Intake:
@@ -230,20 +231,6 @@ class Stage:
             raise ResourceExhausted(
                 f"no memory to stage {nbytes} bytes: {available_bytes()} bytes are available",
                 hint="stage layerwise, or free memory",
-            )
-
-    def _take(self, lent: Lent, block: Block, landed: Manifest) -> None:
-        if self._shadow is None:
-            self._arena.begin()
-        into = self.weights.build(block.offset, block.nbytes)
-        lent.read(block, into)
-        digest = block_digest(into)
-        self.weights.put(block.offset, block.nbytes)
-        if digest != landed.block_digest(block.index):
-            raise ArenaError(
-                f"block {block.index} ({landed.tensor_at(block.index)}) has landed with other "
-                "bytes than it should have",
-                tensor=landed.tensor_at(block.index),
             )
 
     def _differing(self, manifest: Manifest) -> list[Block]:

@@ -146,8 +146,10 @@ class Staging:
         self._stage = Stage(self._rank, command)
 
     def _disk(self, command: StageDisk, progress: Progress) -> StagedFiles:
+        stage = self._staging
+        stage.check_empty()
         try:
-            files = self._staging.disk(Path(command.folder), command.bytes_per_second, progress)
+            files = stage.disk(Path(command.folder), command.bytes_per_second, progress)
         except BaseException:
             self._forget()  # what has come of a folder is of no use without the rest
             raise
