@@ -13,7 +13,7 @@ import os
 from engine_service.device.arena import Weights
 from engine_service.errors import ArenaError, ResourceExhausted
 from relay_service.core.digests import block_digest
-from relay_service.core.manifest import HEADER_BYTES, Block, Manifest
+from relay_service.core.manifest import HEADER_BYTES, UNIT_ALIGN, Block, Manifest
 from relay_service.memory.header import Header
 from relay_service.memory.host import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
 
@@ -67,6 +67,7 @@ class Lent:
         start, done = HEADER_BYTES + block.offset, 0
         while done < len(into):
             done += os.preadv(self.fd, [into[done:]], start + done)
-        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, block.nbytes):
+        pages = -(-block.nbytes // UNIT_ALIGN) * UNIT_ALIGN  # units begin on pages of their own
+        if _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, pages):
             error = ctypes.get_errno()
             raise ResourceExhausted(f"cannot free staged memory: {os.strerror(error)}")
