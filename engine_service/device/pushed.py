@@ -24,6 +24,7 @@ from engine_service.device.models.llama_format import EMBEDDING, HEAD
 from engine_service.device.parts import Part
 from engine_service.device.sharding import Slice
 from engine_service.device.torch_dtypes import TORCH_DTYPES, bytes_of
+from engine_service.device.waiting import Buffer
 from engine_service.errors import CheckpointError
 from relay_service.core.digests import block_hasher
 from relay_service.core.dtypes import DType
@@ -54,8 +55,9 @@ class Pushed:
             index: _Hasher(one) for index, one in enumerate(tensors) if one.digest
         }  # fmt: skip
         self.intake = prepare(headers, lambda: True)
-        tied = HEAD in headers and HEAD not in slices
-        self._head = _Head(Part(headers[HEAD], slices[EMBEDDING]), self.intake) if tied else None
+        self._head: _Head | None = None
+        if HEAD in headers and HEAD not in slices:
+            self._head = _Head(Part(headers[HEAD], slices[EMBEDDING]), self.intake)
 
     def add(self, piece: StagePiece) -> None:
         """Takes a piece. One that is refused has changed nothing, unless it is the digest.
@@ -146,7 +148,7 @@ class _Head:
         self.part = part
         self.covered = Covered(part.slice.elements)
         self._room = intake.collector.room
-        self._buffer = self._room.buffer(part.nbytes)
+        self._buffer: Buffer | None = None
 
     def add(self, first: int, data: bytes) -> None:
         """Takes elements of the whole tensor."""
@@ -158,6 +160,8 @@ class _Head:
             if self.covered.overlaps(start, start + count):
                 raise CheckpointError(f"{HEAD}: a part of it has come twice", tensor=HEAD)
 
+            self._buffer = self._buffer or self._room.buffer(self.part.nbytes)
+
             def copy(into: memoryview, done: int, held: memoryview = held) -> None:
                 into[:] = held[done : done + len(into)]
 
@@ -167,8 +171,9 @@ class _Head:
     def check(self, weights: Weights) -> None:
         """Raises `CheckpointError` where the arena's embedding is another one."""
         embedding = weights.tensors["embed"].cpu()
-        head = self._buffer.take().view(TORCH_DTYPES[self.part.dtype]).to(embedding.dtype)
-        if bytes_of(head) != bytes_of(embedding):
+        held = self._buffer.take() if self._buffer else torch.empty(0, dtype=torch.uint8)
+        head, self._buffer = held.view(TORCH_DTYPES[self.part.dtype]), None
+        if bytes_of(head.to(embedding.dtype)) != bytes_of(embedding):
             raise CheckpointError(
                 f"{HEAD} differs from {EMBEDDING}, but the configuration ties them "
                 "(tie_word_embeddings)",

@@ -1,8 +1,8 @@
-"""What is pushed, in part or whole: what fits, what is refused by name, and that nothing changes."""
+"""What is pushed, in part or whole: what fits, and what is refused by name and changes nothing."""
 
 import pytest
 import torch
-from format_cases import rounds
+from format_cases import rounds, serves
 from oracles import make
 from safetensors.torch import save_file
 from test_fp8_checkpoints import write_float8
@@ -21,7 +21,6 @@ from updating import (
 
 from engine_service.core.update_messages import DropStaging, PushedHeader, StageHeaders, StagePiece
 from engine_service.device.collector import Collector
-from engine_service.device.formats.layouts import LAYOUTS
 from engine_service.errors import ArenaError, CheckpointError, WrongState
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -97,7 +96,7 @@ def test_tensors_that_do_not_come_stay(sizes, tmp_path, names):
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
 def test_a_processed_matrix_comes_whole_or_not_at_all(sizes, tmp_path, name):
     """Where a format makes one matrix of q, k and v, whoever sends one of them sends all."""
-    if not set(LAYOUTS[name].needs) <= set(_flags()):
+    if not serves(name, torch.float32):
         pytest.skip("not on this processor")
     before, after = sizes
     rank, tensors = served(before, weight_format=name), loaded(after)
@@ -110,12 +109,6 @@ def test_a_processed_matrix_comes_whole_or_not_at_all(sizes, tmp_path, name):
     rank.staging.apply()
     expected = served(_mixed(before, before, after, whole, tmp_path), weight_format=name)
     assert staged.manifest == rank.arena.digested() == expected.arena.digested()
-
-
-def _flags():
-    from engine_service.device.formats import processor
-
-    return processor.flags()
 
 
 def test_a_full_update_names_what_lacks(sizes):
@@ -151,21 +144,22 @@ def test_a_head_equal_to_the_embedding_is_let_pass(tied):
     assert rank.arena.digested() == served(tied[1]).arena.digested()
 
 
-@pytest.mark.parametrize("source", ["push", "disk"])
+def _bring_whole(source, rank, folder):
+    source(rank, folder)
+    finished(rank)
+
+
+@pytest.mark.parametrize("source", [disk, push], ids=["disk", "push"])
 def test_a_head_that_differs_is_refused(tied, tmp_path, source):
     """It could only be dropped: the two are one storage."""
     rank, tensors = served(tied[0]), loaded(tied[1])
     head = tensors[EMBED].clone()
     head[-1, -1] += 1
+    save_file({HEAD: head, **tensors}, tmp_path / "model.safetensors")
     opened(rank)
     before = rank.arena.digested()
     with pytest.raises(CheckpointError, match=f"{HEAD} differs from {EMBED}"):
-        if source == "push":
-            _push(rank, {HEAD: head, **tensors})
-            finished(rank)
-        else:
-            save_file({HEAD: head, **tensors}, tmp_path / "model.safetensors")
-            disk(rank, tmp_path)
+        _bring_whole(source, rank, tmp_path)
     with pytest.raises(WrongState):
         rank.staging.apply()
     assert rank.arena.digested() == before
@@ -296,7 +290,10 @@ def test_a_router_keeps_every_bit_or_it_is_said(tmp_path):
 def test_int8_is_rounded_in_place_and_never_copied(sizes):
     """A float tensor in the buffer itself would be off by about all; there is no such way."""
     rank, tensors = served(sizes[0], weight_format="int8"), loaded(sizes[1])
-    name, weight = "model.layers.1.mlp.down_proj.weight", tensors["model.layers.1.mlp.down_proj.weight"]
+    name, weight = (
+        "model.layers.1.mlp.down_proj.weight",
+        tensors["model.layers.1.mlp.down_proj.weight"],
+    )
     naive = weight.to(torch.int8).float()
     assert float((naive - weight).norm() / weight.norm()) > 0.9
     opened(rank, partial=True)

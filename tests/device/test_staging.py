@@ -21,7 +21,7 @@ from updating import (
     tokens,
 )
 
-from engine_service.core.update_messages import DropStaging, ProveStaged
+from engine_service.core.update_messages import DropStaging, OpenStaging, ProveStaged, StageDisk
 from engine_service.device.formats.layouts import LAYOUTS
 from engine_service.device.memfd_arena import MemfdArena
 from engine_service.errors import WrongState
@@ -122,7 +122,7 @@ def test_what_serves_stays_until_it_is_applied(folders, fresh):
             staging.set()
 
     opened(rank)
-    rank.staging.answer(_disk_command(after), progress)
+    rank.staging.answer(StageDisk(folder=str(after)), progress)
     assert found == [expected]
     finished(rank)
     assert tokens(rank) == expected
@@ -130,12 +130,6 @@ def test_what_serves_stays_until_it_is_applied(folders, fresh):
     assert tokens(rank) == expected
     with pytest.raises(WrongState, match="nothing is being staged"):
         rank.staging.apply()
-
-
-def _disk_command(folder: Path):
-    from engine_service.core.update_messages import StageDisk
-
-    return StageDisk(folder=str(folder))
 
 
 def test_readers_see_that_the_weights_have_changed(folders):
@@ -154,7 +148,7 @@ def test_nothing_is_staged_twice_or_out_of_order(folders):
     """One source, then the end, then the copy."""
     before, after = folders("float32")
     rank = served(before)
-    for command in (ProveStaged(), _disk_command(after)):
+    for command in (ProveStaged(), StageDisk(folder=str(after))):
         with pytest.raises(WrongState):
             rank.staging.answer(command)
     opened(rank)
@@ -177,8 +171,6 @@ def test_nothing_is_staged_twice_or_out_of_order(folders):
 
 def test_staging_is_for_the_weights_that_serve(folders, fresh):
     """Whoever names others, or has unverified ones, is refused."""
-    from engine_service.core.update_messages import OpenStaging
-
     rank = served(folders("float32")[0])
     manifest = rank.arena.digested()
     fewer = Manifest(0, manifest.data_bytes, manifest.units[:-1])
@@ -217,7 +209,7 @@ def test_updates_leave_nothing_behind(folders, fresh):
         if number in (3, 204):
             gc.collect()
             maps = Path("/proc/self/maps").read_text().count("memfd:seedrelay-rank")
-            seen.append((maps, len(os.listdir("/proc/self/fd")), threading.active_count()))
+            seen.append((maps, len(_open()), threading.active_count()))
             seen.append(anonymous_bytes())
     assert seen[0] == seen[2]
     assert seen[3] - seen[1] < 4 << 20
@@ -239,8 +231,8 @@ def test_an_arena_that_nobody_holds_closes_its_descriptor(folders, fresh):
     inode = os.fstat(arena.descriptors[0]).st_ino
     del arena
     gc.collect()
-    assert inode not in [os.stat(f"/proc/self/fd/{one}").st_ino for one in _open()]
+    assert inode not in [file.stat().st_ino for file in _open()]
 
 
-def _open() -> list[str]:
-    return [one for one in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{one}").exists()]
+def _open() -> list[Path]:
+    return [file for file in Path("/proc/self/fd").iterdir() if file.exists()]

@@ -1,8 +1,8 @@
 """Several ranks, experts that were moved, other devices: an update reaches all of each."""
 
 import gc
-import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +10,24 @@ from fake_cuda import FakeDriver
 from fake_device import fake_device
 from oracles import make
 from rank_threads import Ranks
-from safetensors.torch import save_file
-from tiny_llama import Sequence, serving_rank, start_message, write_checkpoint
-from updating import disk, finished, lend, loaded, opened, push, tokens
+from safetensors.torch import load_file, save_file
+from tiny_llama import serving_rank, start_message, write_checkpoint
+from updating import (
+    disk,
+    finished,
+    headers,
+    lend,
+    loaded,
+    opened,
+    pieces,
+    push,
+    tokens,
+)
 
-from engine_service.core.update_messages import ProveStaged
+from engine_service.core.update_messages import ProveStaged, UpdateStaged
 from engine_service.device import devices, parallel
 from engine_service.device.rank import Rank
-from engine_service.errors import CollectiveFailed, WrongState
+from engine_service.errors import CheckpointError, CollectiveFailed, WrongState
 
 PROMPTS = ([3, 1, 4, 1, 5], [(7 * i) % 199 for i in range(20)])
 LAYER = 1
@@ -30,8 +40,6 @@ def _other(folder, path, seed=3):
     (path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
-        from safetensors.torch import load_file
-
         tensors |= load_file(file)
     other = {name: one + 0.1 * torch.randn(one.shape) for name, one in tensors.items()}
     save_file(other, path / "model.safetensors")
@@ -60,6 +68,36 @@ def _updated(ranks: Ranks, bring, **command) -> list:
     applied = ranks.each(lambda rank: rank.staging.apply())
     assert not any(isinstance(one, Exception) for one in applied), applied
     return staged
+
+
+def test_a_tied_head_is_compared_by_each_rank(tmp_path):
+    """With the part of the embedding that it holds: one rank that finds a difference says so."""
+    first, second = (
+        write_checkpoint(tmp_path / str(seed), seed, vocab_size=200, num_hidden_layers=1)
+        for seed in (1, 2)
+    )
+    tensors = loaded(second)
+    equal = tensors["model.embed_tokens.weight"].clone()
+    differs = equal.clone()
+    differs[150] += 1  # the second rank's
+    with Ranks(first, 2) as ranks:
+        for head, kinds in (
+            (differs, [UpdateStaged, CheckpointError]),
+            (equal, [UpdateStaged] * 2),
+        ):
+            pushed = {"lm_head.weight": head, **tensors}
+
+            def stage(rank: Rank, pushed: dict = pushed):
+                opened(rank)
+                rank.staging.answer(headers(pushed))
+                for piece in pieces(pushed, 3000):
+                    rank.staging.answer(piece)
+                return finished(rank)
+
+            assert [type(one) for one in ranks.each(stage)] == kinds
+        ranks.each(lambda rank: rank.staging.apply())
+        with Ranks(second, 2) as expected:
+            assert ranks.digests() == expected.digests()
 
 
 @pytest.mark.parametrize("source", [disk, push], ids=["disk", "push"])
@@ -145,7 +183,7 @@ def test_steps_and_proofs_do_not_meet(tmp_path):
                 thread.join()
             assert len({one.probe for each in proven for one in each}) == 1
             gc.collect()
-            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            counts.append([len(list(Path("/proc/self", one).iterdir())) for one in ("fd", "task")])
         assert counts[1] == counts[2]
         assert ranks.tokens(PROMPTS) == expected
 
@@ -213,8 +251,6 @@ def test_part_of_a_device_is_updated(on_device, tied, tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     qkv = rank.arena.tensors["layer.1.qkv"].clone()
     opened(rank, partial=True)
-    from updating import headers, pieces
-
     one = {name: loaded(after)[name]}
     rank.staging.answer(headers(one))
     for piece in pieces(one, 999):
@@ -224,4 +260,3 @@ def test_part_of_a_device_is_updated(on_device, tied, tmp_path):
     qkv[64:96] = one[name]
     assert torch.equal(rank.arena.tensors["layer.1.qkv"], qkv)
     assert staged.manifest == rank.arena.digested()
-    assert len(Sequence([1]).tokens) == 1

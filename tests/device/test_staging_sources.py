@@ -209,7 +209,7 @@ def test_a_block_that_landed_wrong_is_named(rank, other):
     with pytest.raises(ArenaError, match="no digests"):
         rank.staging.answer(StageLent(target.without_digests()))
     (fd,) = rank.staging.descriptors
-    first, *others = differing(before, target)
+    _, *others = differing(before, target)
     land(fd, other, others)  # the first one is still a hole
     with pytest.raises(ArenaError, match=r"block 0 \(embed\) has landed with other bytes"):
         rank.staging.answer(StageLent(target))
