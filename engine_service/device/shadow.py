@@ -7,6 +7,7 @@ a copy.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ from relay_service.core.buffers import address_of
 from relay_service.core.manifest import HEADER_BYTES, UNIT_ALIGN, Block, Manifest
 
 _MAP_NORESERVE = 0x4000  # the mmap module of Python 3.11 does not name it
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostShadow(Shadow):
@@ -77,8 +81,9 @@ class HostShadow(Shadow):
         self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
-        """Drops every page that was written."""
-        self._mapped.madvise(mmap.MADV_DONTNEED)
+        """Drops every page that was written, without keeping other threads from running."""
+        first = address_of(self._data) - HEADER_BYTES
+        _libc.madvise(first, len(self._mapped), mmap.MADV_DONTNEED)
 
 
 class DeviceShadow(Shadow):

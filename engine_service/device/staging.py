@@ -53,6 +53,7 @@ class Staging:
         self._rank = rank
         self._busy = threading.Lock()
         self._stage: Stage | None = None
+        self._releasing: threading.Thread | None = None
         self._proofs = 0
 
     @property
@@ -115,7 +116,7 @@ class Staging:
             with arena.committing():
                 copied = _copied(stage, arena)
             seconds = time.monotonic() - began
-            self._drop()
+            self._release(stage)
             return Applied(copied, seconds)
         finally:
             self._busy.release()
@@ -173,9 +174,17 @@ class Staging:
             )
 
     def _forget(self) -> None:
-        stage, self._stage = self._stage, None
+        if self._releasing:
+            self._releasing.join()
+        stage, self._stage, self._releasing = self._stage, None, None
         if stage:
             stage.close()
+
+    def _release(self, stage: Stage) -> None:
+        """Gives memory back while steps go on: to free it takes a good part of a copy's time."""
+        self._stage = None
+        self._releasing = threading.Thread(target=stage.close, name="release", daemon=True)
+        self._releasing.start()
 
 
 def _copied(stage: Stage, arena: Arena) -> int:

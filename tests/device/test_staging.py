@@ -207,6 +207,7 @@ def test_updates_leave_nothing_behind(folders, fresh):
         else:
             rank.staging.apply()
         if number in (3, 204):
+            rank.staging.answer(DropStaging())  # waits for what an update gives back
             gc.collect()
             maps = Path("/proc/self/maps").read_text().count("memfd:seedrelay-rank")
             seen.append((maps, len(_open()), threading.active_count()))

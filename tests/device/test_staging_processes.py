@@ -38,6 +38,14 @@ async def _serving(folder: Path) -> tuple[RankGroup, list[Manifest]]:
     return group, [one.manifest for one in loaded]
 
 
+def _contents(group: RankGroup, manifests: list[Manifest]) -> list[bytes]:
+    """Returns the bytes of each rank's arena, read by its descriptor."""
+    return [
+        os.pread(fds[0], manifest.data_bytes, HEADER_BYTES)
+        for fds, manifest in zip(group.descriptors, manifests, strict=True)
+    ]
+
+
 async def _open(group: RankGroup, serves: list[Manifest]) -> None:
     await group.stage([OpenStaging(serves=one) for one in serves], Done)
 
@@ -58,6 +66,7 @@ async def test_ranks_are_updated_while_they_serve(tmp_path):
     )
     async with asyncio.timeout(LIMIT_SECONDS):
         group, old = await _serving(first)
+        held = _contents(group, old)
         before = await _tokens(group)
         await _given_up(group, old, second)
         assert await _tokens(group) == before
@@ -65,7 +74,7 @@ async def test_ranks_are_updated_while_they_serve(tmp_path):
         after = await _tokens(group)
         assert after != before
         await _refused_and_alive(group, new, tmp_path)
-        await _from_memory(group, new, second, first)
+        await _from_memory(group, new, old, held)
         assert await _tokens(group) == before
         await _killed(group)
         await group.stop()
@@ -119,24 +128,21 @@ async def _refused_and_alive(group: RankGroup, serves: list[Manifest], empty: Pa
 
 
 async def _from_memory(
-    group: RankGroup, serves: list[Manifest], current: Path, target: Path
+    group: RankGroup, serves: list[Manifest], wanted: list[Manifest], held: list[bytes]
 ) -> None:
-    """Blocks that another instance serves are written into lent memory, as a relay does."""
-    other, wanted = await _serving(target)
+    """Blocks that were served before are written into lent memory, as a relay does."""
     await _open(group, serves)
     lent = await group.lend()
     for rank, (fd,) in enumerate(lent):
-        (source,) = other.descriptors[rank]
         for index in range(wanted[rank].block_count):
             block = wanted[rank].block(index)
-            data = os.pread(source, block.nbytes, HEADER_BYTES + block.offset)
+            data = held[rank][block.offset : block.offset + block.nbytes]
             os.pwrite(fd, data, HEADER_BYTES + block.offset)
         os.close(fd)
     await group.stage([StageLent(one) for one in wanted], Done)
     staged = await group.stage_same(FinishStaging(), UpdateStaged)
     assert [one.manifest for one in staged] == wanted
     await group.same(ApplyUpdate(), Applied)
-    await other.stop()
 
 
 async def _killed(group: RankGroup) -> None:

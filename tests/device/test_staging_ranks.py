@@ -100,8 +100,15 @@ def test_a_tied_head_is_compared_by_each_rank(tmp_path):
             assert ranks.digests() == expected.digests()
 
 
-@pytest.mark.parametrize("source", [disk, push], ids=["disk", "push"])
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "ep", "source"),
+    [
+        (2, 1, disk), (1, 2, push),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (
+            (2, 1, push), (1, 2, disk), (2, 2, disk), (2, 2, push),
+        )),
+    ],
+)  # fmt: skip
 def test_all_ranks_follow(sparse, tp, ep, source):
     """Each takes its part; tokens and bytes are those of ranks that were started on B."""
     before, after = sparse
