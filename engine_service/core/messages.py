@@ -236,6 +236,7 @@ Reply = (
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
+_staging = msgspec.msgpack.Decoder(StagingCommand)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
@@ -247,6 +248,11 @@ def encode(message: Command | Reply) -> bytes:
 def decode_command(frame: bytes) -> Command:
     """Decodes a command; raises `msgspec.ValidationError` for anything else."""
     return _commands.decode(frame)
+
+
+def decode_staging(frame: bytes) -> StagingCommand:
+    """Decodes a command that stages weights; raises `msgspec.ValidationError` for another one."""
+    return _staging.decode(frame)
 
 
 def decode_reply(frame: bytes) -> Reply:

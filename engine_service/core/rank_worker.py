@@ -1,7 +1,8 @@
-"""One rank worker: a spawned process behind one ordered stream. Plain Python.
+"""One rank worker: a spawned process behind two ordered streams. Plain Python.
 
-Workers are started with exec, never forked: gRPC's threads and locks would not
-survive a fork. A worker ends when its stream ends.
+Steps and control share the first one. On the second one weights are staged, while the rank
+serves. Workers are started with exec, never forked: gRPC's threads and locks would not
+survive a fork. A worker ends when its first stream ends.
 """
 
 from __future__ import annotations
@@ -32,22 +33,15 @@ OMP_WAIT_POLICY, keeps the word.
 _log = logging.getLogger(__name__)
 
 
-class RankWorker:
-    """One worker process and the stream to it."""
+class RankStream:
+    """One stream to a rank: commands, each of which is answered in turn."""
 
-    def __init__(
-        self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel
-    ) -> None:
-        self.rank = rank
-        self.process = process
+    def __init__(self, rank: int, pid: int, channel: AsyncChannel) -> None:
+        self.rank, self.pid = rank, pid
+        """Number of the rank, and its process."""
         self.channel = channel
         self.progress: tuple[int, int] = (0, 0)
         """Bytes done and bytes in all of the command in work."""
-
-    @property
-    def pid(self) -> int:
-        """Process of the rank."""
-        return self.process.pid
 
     async def send(self, command: Command) -> None:
         """Puts a command on the stream. Raises `RankDied`."""
@@ -72,9 +66,27 @@ class RankWorker:
             else:
                 raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
 
+    def _died(self) -> errors.RankDied:
+        return errors.RankDied(
+            f"rank {self.rank} (process {self.pid}) has died", rank=str(self.rank)
+        )
+
+
+class RankWorker(RankStream):
+    """One worker process: the stream of its steps, and the one by which it stages weights."""
+
+    def __init__(
+        self, rank: int, process: asyncio.subprocess.Process, channel: AsyncChannel,
+        staging: AsyncChannel,
+    ) -> None:  # fmt: skip
+        super().__init__(rank, process.pid, channel)
+        self.process = process
+        self.staging = RankStream(rank, process.pid, staging)
+
     async def stop(self) -> None:
         """Ends the process, kindly at first."""
         self.channel.close()
+        self.staging.channel.close()
         try:
             async with asyncio.timeout(EXIT_SECONDS):
                 await self.process.wait()
@@ -83,26 +95,22 @@ class RankWorker:
                 self.process.kill()
             await self.process.wait()
 
-    def _died(self) -> errors.RankDied:
-        return errors.RankDied(
-            f"rank {self.rank} (process {self.pid}) has died", rank=str(self.rank)
-        )
-
 
 async def spawn(rank: int, threads: int, shared: tuple[int, ...]) -> RankWorker:
     """Starts the process of a rank, which also inherits the `shared` descriptors."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
+    steps, their_steps = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    staging, their_staging = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with their_steps, their_staging:
+        inherited = their_steps.fileno(), their_staging.fileno(), *shared
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno()),
-            *map(str, shared),
-            pass_fds=(theirs.fileno(), *shared),
+            sys.executable, "-m", "engine_service.device.worker", *map(str, inherited),
+            pass_fds=inherited,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # stdout belongs to the line that says we listen
             env={**_SPIN, **os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
     _log.info("rank %d is process %d", rank, process.pid)
-    return RankWorker(rank, process, AsyncChannel(ours))
+    return RankWorker(rank, process, AsyncChannel(steps), AsyncChannel(staging))
 
 
 def _error_of(failed: Failed) -> errors.EngineError:

@@ -19,11 +19,14 @@ from engine_service.core.messages import (
     Step,
 )
 from engine_service.core.rank_worker import RankWorker, spawn
+from engine_service.core.replies import cause, failures_of, quiet
+from engine_service.core.staging_streams import StagingStreams
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
 
+__all__ = ["RankGroup", "quiet"]
+
 R = TypeVar("R", bound=Reply)
-T = TypeVar("T")
 
 
 class RankGroup:
@@ -45,6 +48,7 @@ class RankGroup:
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
         self._ordered = asyncio.Lock()
+        self._staging = StagingStreams(workers)
 
     @staticmethod
     async def spawn(ranks: int, threads: int) -> RankGroup:
@@ -64,16 +68,19 @@ class RankGroup:
 
     async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         async with self._ordered:
-            if self._broken:
-                raise self._broken
+            self._check()
             await self._send(commands)
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
-            failures = await _failures(replies)
+            failures = await failures_of(replies)
             self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
         if failures:
-            # That others failed because of one is no news beside what happened to it.
-            raise min(failures, key=lambda f: isinstance(f, errors.CollectiveFailed))
+            raise cause(failures)
         return [reply.result() for reply in replies]
+
+    def _check(self) -> None:
+        """Raises what ended the group, on whichever stream."""
+        if ended := self._broken or self._staging.broken:
+            raise ended
 
     async def _send(self, commands: Sequence[Command]) -> None:
         try:
@@ -86,6 +93,32 @@ class RankGroup:
     async def same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command."""
         return await self.all([command] * len(self.workers), kind)
+
+    async def stage(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+        """Gives each rank a command that stages weights; like `all`, while steps go on.
+
+        A collective that failed ends the update, not the group. A caller that is cancelled
+        gives up: what was staged is dropped.
+        """
+        self._check()
+        return await self._staging.all(commands, kind)
+
+    async def stage_same(self, command: Command, kind: type[R]) -> list[R]:
+        """Gives every rank the same command that stages weights."""
+        return await self.stage([command] * len(self.workers), kind)
+
+    async def lend(self) -> list[list[int]]:
+        """Has every rank make memory to stage in; returns the descriptors, which the caller owns.
+
+        Raises what `stage` does.
+        """
+        self._check()
+        return await self._staging.lend()
+
+    @property
+    def staging_progress(self) -> list[tuple[int, int]]:
+        """Bytes done, and in all, of what each rank stages."""
+        return [worker.staging.progress for worker in self.workers]
 
     async def allocate(self, commands: Sequence[Command]) -> None:
         """Has the arenas allocated and takes their descriptors."""
@@ -157,22 +190,3 @@ class RankGroup:
 def _close(descriptors: list[int]) -> None:
     for fd in descriptors:
         os.close(fd)
-
-
-def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
-    """Returns work whose failure is no news when the one who waited for it has gone."""
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return work
-
-
-async def _failures(replies: Sequence[asyncio.Future[R]]) -> list[BaseException]:
-    """Waits for all replies, or until a rank has died; returns the errors so far."""
-    pending = set(replies)
-    while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-        if any(isinstance(reply.exception(), errors.RankDied) for reply in done):
-            for reply in pending:
-                reply.cancel()
-            break
-    found = (reply.exception() for reply in replies if reply.done() and not reply.cancelled())
-    return [error for error in found if error]

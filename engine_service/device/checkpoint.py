@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -42,19 +42,27 @@ class StoredTensor(TensorHeader, frozen=True):
     nbytes: int
 
 
-class Checkpoint(NamedTuple):
-    """The tensors of a folder."""
+H_co = TypeVar("H_co", bound=TensorHeader, covariant=True)
 
-    tensors: dict[str, StoredTensor]
+
+class Checkpoint(NamedTuple, Generic[H_co]):
+    """What a checkpoint holds, such as the tensors of a folder."""
+
+    tensors: Mapping[str, H_co]
     misplaced: tuple[str, ...] = ()
     """In words, what the index says otherwise than the files."""
+
+    def without(self, unread: Callable[[str], bool]) -> Checkpoint[H_co]:
+        """Returns it without tensors that needn't be read."""
+        kept = {name: one for name, one in self.tensors.items() if not unread(name)}
+        return Checkpoint(kept, self.misplaced)
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint[StoredTensor]:
     """Returns all tensors of a checkpoint by name, without reading their data.
 
     With an index, the index decides: files that it does not name are ignored. Raises
@@ -118,7 +126,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return shards
 
 
-def _open_shards(folder: Path, index: dict[str, str]) -> Checkpoint:
+def _open_shards(folder: Path, index: dict[str, str]) -> Checkpoint[StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, list[str]] = {}
     for shard in sorted(set(index.values())):

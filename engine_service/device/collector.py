@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
-from engine_service.device.arena import Arena
+from engine_service.device.arena import Weights
 from engine_service.device.assembly import Assembly
 from engine_service.device.covered import Covered
 from engine_service.device.dtypes import SCALES_SUFFIX
-from engine_service.device.fitting import listed
+from engine_service.device.fitting import check_filled, listed
 from engine_service.device.formats import plain
 from engine_service.device.formats.block_scaled import Matrix
 from engine_service.device.formats.linear import Linear
-from engine_service.device.landing import Digest, Fill, Landing
+from engine_service.device.landing import Digest, Extent, Fill, Landing, Update
 from engine_service.device.parts import Part
 from engine_service.device.places import Direct, Place, Waiting
 from engine_service.device.torch_dtypes import bytes_of
@@ -37,10 +37,13 @@ class Collector:
     """One pass over an arena. Leaving its context lets go of what waits."""
 
     def __init__(
-        self, arena: Arena, parts: Mapping[str, Part], processed: Mapping[str, Linear],
+        self, arena: Weights, parts: Mapping[str, Part], processed: Mapping[str, Linear],
         *, most_bytes_waiting: int | None = None, digest: Digest = block_digest,
+        update: Update | None = None,
     ) -> None:  # fmt: skip
         """Needs headers that were found to fit. Changes nothing yet.
+
+        Raises `ArenaError` for a tensor that only a format can fill, where none is there to do it.
 
         Args:
             arena: Where to.
@@ -49,14 +52,18 @@ class Collector:
             most_bytes_waiting: Of the checkpoint, that may wait in memory; what comes beyond
                 them waits in a file. None for those of the largest layer.
             digest: Digests one block.
+            update: What is there already; with it some tensors may stay away.
         """
+        check_filled(arena.manifest, processed)
         self.parts = parts
         self.bytes_total = sum(part.nbytes for part in parts.values())
         self.bytes_landed = 0
         self.rounded_anew: list[TensorEntry] = []
         """Matrices whose float8 blocks could not be kept."""
         self._arena, self._processed = arena, processed
-        self._landing = Landing(arena, digest)
+        self._partial = bool(update and update.partial)
+        coming = list(self._coming()) if self._partial else None
+        self._landing = Landing(arena, digest, coming, update)
         self._covered = {name: Covered(part.slice.elements) for name, part in parts.items()}
         self._places: dict[str, list[Place]] = {name: [] for name in parts}
         assemblies = [a for entry in self._filled() if (a := self._direct_or_assembly(entry))]
@@ -73,7 +80,7 @@ class Collector:
         """Tensors that each unit needs, in the order in which its blocks fill up one by one."""
         found = []
         for unit in self._arena.manifest.units:
-            names = [n for e in unit.tensors if e.logical for n in e.logical.split("+")]
+            names = [n for e in unit.tensors if e.logical for n in _parts_of(e)]
             pairs = [one for n in names for one in (n, n + SCALES_SUFFIX) if one in self.parts]
             found.append(list(dict.fromkeys(pairs)))
         return found
@@ -130,8 +137,15 @@ class Collector:
             for place in places:
                 place.complete()
 
+    @property
+    def bytes_to_write(self) -> int:
+        """Bytes of the arena that will be written."""
+        return sum(extent.nbytes for extent in self._coming())
+
     def finish(self, computed: Mapping[str, Tensor]) -> Manifest:
         """Adds what no checkpoint holds, by arena tensor; returns the manifest with digests.
+
+        Where only some tensors come, the computed ones are there already.
 
         Raises `CheckpointError` naming the tensors that have not come, or not all of them.
         """
@@ -142,7 +156,7 @@ class Collector:
                 f"incomplete tensors: {listed(words)}", tensor=next(iter(lacking))
             )
         for entry in (one for unit in self._arena.manifest.units for one in unit.tensors):
-            if not entry.logical and not entry.alias:
+            if not entry.logical and not entry.alias and not self._partial:
                 fill = _copying(bytes_of(computed[entry.name].contiguous()))
                 self._landing.write(entry, 0, entry.nbytes, fill)
         return self._landing.manifest()
@@ -152,22 +166,40 @@ class Collector:
         entries = (one for unit in self._arena.manifest.units for one in unit.tensors)
         return [
             one for one in entries
-            if one.logical and not one.alias
+            if one.logical and not one.alias and not self.parts.keys().isdisjoint(_parts_of(one))
             and (one.name not in self._processed or one.name == self._processed[one.name].names[0])
         ]  # fmt: skip
 
     def _direct_or_assembly(self, entry: TensorEntry) -> Assembly | None:
-        names = entry.logical.split("+")
-        if entry.name in self._processed or any(n + SCALES_SUFFIX in self.parts for n in names):
+        if self._assembled(entry):
             return Assembly(entry, self.parts)
-        before = 0
-        for name in names:
-            part = self.parts[name]
-            self._places[name].append(Direct(self._landing, entry, part.dtype, before))
-            before += part.slice.elements
+        for name, before in _starts(entry):
+            if part := self.parts.get(name):
+                self._places[name].append(Direct(self._landing, entry, part.dtype, before))
         return None
 
+    def _assembled(self, entry: TensorEntry) -> bool:
+        scales = (name + SCALES_SUFFIX for name in _parts_of(entry))
+        return entry.name in self._processed or any(name in self.parts for name in scales)
+
+    def _coming(self) -> Iterator[Extent]:
+        """Yields what will be written of each arena tensor."""
+        for entry in (one for unit in self._arena.manifest.units for one in unit.tensors):
+            if not entry.logical and not entry.alias and not self._partial:
+                yield Extent(entry, 0, entry.nbytes)
+            if not entry.logical or entry.alias or self.parts.keys().isdisjoint(_parts_of(entry)):
+                continue
+            if self._assembled(entry):
+                yield Extent(entry, 0, entry.nbytes)
+                continue
+            itemsize = entry.dtype.itemsize
+            for name, before in _starts(entry):
+                if part := self.parts.get(name):
+                    nbytes = part.slice.elements * itemsize
+                    yield Extent(entry, before * itemsize, nbytes)
+
     def _process(self, assembly: Assembly, weight: Matrix) -> None:
+        self._landing.begin()
         entry, matrix = assembly.entry, self._processed.get(assembly.entry.name)
         if matrix is None:
             plain.process(weight, [self._arena.tensors[entry.name]])
@@ -180,6 +212,19 @@ class Collector:
             self.rounded_anew.append(entry)
         for name in matrix.names:
             self._landing.written(name)
+
+
+def _parts_of(entry: TensorEntry) -> list[str]:
+    """Returns the checkpoint tensors that an arena tensor is made of."""
+    return entry.logical.split("+")
+
+
+def _starts(entry: TensorEntry) -> Iterator[tuple[str, int]]:
+    """Yields the parts of a tensor that holds them as they are, and where each begins."""
+    before = 0
+    for part in entry.cut.parts:
+        yield part.logical, before
+        before += part.rows[1] * part.columns[1]
 
 
 def _largest_layer(assemblies: list[Assembly]) -> int:

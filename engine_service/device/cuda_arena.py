@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_service.device.arena import Arena
+from engine_service.device.arena import Arena, Weights
+from engine_service.device.shadow import DeviceShadow
 from engine_service.errors import ArenaError
-from relay_service.core.manifest import Manifest
+from relay_service.core.digests import block_digest
+from relay_service.core.manifest import Block, Manifest
 from relay_service.memory import cuda
 from relay_service.memory.cuda_port import Driver
 
@@ -76,6 +78,17 @@ class CudaArena(Arena):
         self._memory.flush()
         if self._bytes.is_cuda:
             torch.cuda.synchronize(self._bytes.device)
+
+    def shadow(self) -> DeviceShadow:
+        """Returns a copy on the device: there is no copy-on-write."""
+        return DeviceShadow(self.manifest, self._bytes)
+
+    def take(self, source: Weights, block: Block) -> bytes:
+        """Copies a block on the device; what is digested is read back from where it came to."""
+        at = block.offset, block.nbytes
+        self.bytes_at(*at).copy_(source.bytes_at(*at))
+        self.flush()
+        return block_digest(self.view(*at))
 
     def replace_backing(self) -> Manifest:
         """Raises `ArenaError`: a device gives no way to take a mapping from another process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from engine_service.device.checkpoint import TensorHeader
 from engine_service.device.converting import Change
@@ -23,6 +23,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def check_fit(
     headers: Mapping[str, TensorHeader], shapes: _Shapes, changes: Iterable[Change],
     *, misplaced: Sequence[str] = (), narrow: bool, tied_equal: Callable[[], bool],
+    whole: Iterable[Sequence[str]] | None = None,
 ) -> None:  # fmt: skip
     """Raises one `CheckpointError` that lists everything that does not fit.
 
@@ -37,7 +38,10 @@ def check_fit(
         misplaced: In words, where an index and files disagree.
         narrow: Whether a tensor may lose bits because its type was asked for.
         tied_equal: Compares a head and an embedding of equal type and shape.
+        whole: None where every tensor must be there. Else some may stay away, but each of
+            these groups comes whole or not at all: a format makes one matrix of it.
     """
+    own = shapes
     shapes = {**shapes, **_scale_shapes(headers, shapes)}
     found = {name: headers[name] for name in shapes if name in headers}
     unknown = [name for name in headers if name not in shapes and not _IGNORED.search(name)]
@@ -45,9 +49,16 @@ def check_fit(
     if HEAD in unknown and EMBEDDING in headers:
         unknown.remove(HEAD)
         untied = _untied(headers[HEAD], headers[EMBEDDING], tied_equal)
+    elif HEAD in unknown and whole is not None:
+        unknown.remove(HEAD)
+        untied = [f"{HEAD} is {EMBEDDING} (tie_word_embeddings), so send that one instead"]
+    required = shapes if whole is None else shapes.keys() - own.keys()
     _refuse(headers, {
         "misplaced tensors": misplaced,
-        "missing tensors": [name for name in shapes if name not in headers],
+        "missing tensors": [
+            *(name for name in shapes if name in required and name not in headers),
+            *_lacking(headers, whole or ()),
+        ],
         "unknown tensors": unknown,
         "a head of its own": untied,
         "tensors of another shape": [
@@ -97,7 +108,7 @@ def _refuse(headers: Mapping[str, TensorHeader], faults: Mapping[str, Sequence[s
     if first in headers:
         details["file"] = headers[first].origin
     if found.keys() == {"tensors that would lose bits"}:
-        details["hint"] = "name the type with --dtype to have them converted"
+        details["hint"] = "name the type with --dtype, or allow narrowing, to have them converted"
     summary = f"{counts}. " if len(found) > 1 else ""
     raise CheckpointError(f"the checkpoint does not fit the model: {summary}{lists}", **details)
 
@@ -110,6 +121,18 @@ def _scale_shapes(headers: Mapping[str, TensorHeader], shapes: _Shapes) -> _Shap
         if len(shape) > 1 and name != EMBEDDING
         if name in headers and stored_dtype(headers[name].dtype) is DType.F8_E4M3
     }
+
+
+def _lacking(headers: Mapping[str, TensorHeader], groups: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yields what lacks of groups of which something is there."""
+    lacking = (
+        name
+        for group in groups
+        if any(one in headers for one in group)
+        for name in group
+        if name not in headers
+    )
+    yield from dict.fromkeys(lacking)
 
 
 def _is_read(header: TensorHeader, *, scaled: bool) -> bool:

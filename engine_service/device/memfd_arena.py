@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 
 import torch
 
-from engine_service.device.arena import Arena
+from engine_service.device.arena import Arena, Weights
 from engine_service.device.plan import Memory, allocate, create_backing
-from relay_service.core.manifest import Manifest
+from engine_service.device.shadow import HostShadow
+from relay_service.core.manifest import Block, Manifest
 from relay_service.memory.host import HostArena
 
 
@@ -24,7 +26,7 @@ class MemfdArena(Arena):
         Raises `relay_service.errors.ResourceExhausted`.
         """
         memory = memory or allocate(manifest, generation)
-        self.descriptors = (memory.fd,)
+        self._own(memory.fd)
         self._memory = memory.mapping
         with torch.inference_mode(mode=False):
             data = _bytes_of(self._memory)
@@ -64,9 +66,26 @@ class MemfdArena(Arena):
         _write_all(fresh, self._memory)
         size = self.manifest.data_bytes
         self._memory = HostArena(fresh, size, writable=True, address=self._memory.base)
-        os.close(self.descriptors[0])
-        self.descriptors = (fresh,)
+        self.close()
+        self._own(fresh)
         return self.digested()
+
+    def shadow(self) -> HostShadow:
+        """Returns a mapping whose pages are this arena's until they are written."""
+        return HostShadow(self.manifest, self.descriptors[0])
+
+    def take(self, source: Weights, block: Block) -> bytes:
+        """Copies a block and digests what landed while it is in cache."""
+        return self._memory.land(block.offset, source.view(block.offset, block.nbytes))
+
+    def close(self) -> None:
+        """Closes the descriptor, as the end of the arena does. What is mapped stays."""
+        self._closing()
+
+    def _own(self, fd: int) -> None:
+        self.descriptors = (fd,)
+        self._closing = weakref.finalize(self, os.close, fd)
+        self._closing.atexit = False
 
 
 def _bytes_of(memory: HostArena) -> torch.Tensor:

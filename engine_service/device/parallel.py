@@ -124,6 +124,12 @@ def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Groups:
         ) from error
 
 
+def leave(groups: Groups) -> None:
+    """Lets go of groups, and of the connections to their ranks."""
+    for group in groups:
+        _joined.pop(group.name, None)
+
+
 def meet_all(store: Any, settings: RankConfig, meet: Meet) -> Groups:
     """Opens the groups of a rank, in the same order on every rank. Raises `RuntimeError`."""
     world = _open(store, settings.generation, settings, meet)

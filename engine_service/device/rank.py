@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from engine_service.core import messages
 from engine_service.device import probe
 from engine_service.device.audit import audit
 from engine_service.device.devices import open_device
 from engine_service.device.expert_moves import ExpertMover
+from engine_service.device.intake import LoadOptions
 from engine_service.device.kv_cache import KVCache
-from engine_service.device.loading import LoadOptions, load
+from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Llama
-from engine_service.device.parallel import join
+from engine_service.device.parallel import Groups, join
 from engine_service.device.plan import Plan, plan
 from engine_service.device.runner import Runner
 from engine_service.device.sharding import Shard, rank_config
+from engine_service.device.staging import Staging
 from engine_service.device.tolerance import tolerance
 from engine_service.errors import WrongState
 
@@ -37,13 +41,13 @@ class Rank:
         `CollectiveFailed` when another rank stays away.
         """
         settings, planned = start.config, planned or plan(start)
-        self.config = planned.config
+        self._settings, self._rendezvous_fd = settings, rendezvous_fd
+        self.config, self.dtype = planned.config, planned.dtype
         self.facts, self.layout = planned.facts, planned.layout
-        device = open_device(settings, planned.memory)
-        self.trim_memory = device.trim
+        self.device = device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
         own = rank_config(planned.config, planned.shard)
-        groups = join(settings, rendezvous_fd, device.meet)
+        groups = self.meet()
         self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
         self.experts = ExpertMover(planned, self.arena, self.model, groups.world)
         self.cache = KVCache(
@@ -51,11 +55,23 @@ class Rank:
         )
         self.graphs = device.graphs(self.model, self.cache)
         self.runner = Runner(self.model, self.cache, self.graphs)
+        self.staging = Staging(self)
 
     @property
     def shard(self) -> Shard:
         """What this rank holds of the model."""
         return self.experts.shard
+
+    @property
+    def generation(self) -> str:
+        """The life of the instance."""
+        return self._settings.generation
+
+    def meet(self, name: str = "") -> Groups:
+        """Meets the other ranks, in groups of that name. Raises `CollectiveFailed`."""
+        life = f"{self.generation}.{name}" if name else self.generation
+        settings = msgspec.structs.replace(self._settings, generation=life)
+        return join(settings, self._rendezvous_fd, self.device.meet)
 
     def allocated(self) -> messages.Allocated:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
@@ -104,8 +120,8 @@ class Rank:
         return messages.Loaded(manifest, report)
 
     def step(self, rows: tuple[messages.Row, ...]) -> messages.Sampled:
-        """Runs a batch. Raises `WrongState` while others could still write the weights."""
-        if not self.arena.sealed:
+        """Runs a batch. Raises `WrongState` while the weights are not committed."""
+        if not (self.arena.sealed and self.arena.whole):
             raise WrongState("the weights are not committed: nothing is served from them")
         return self.runner.step(rows)
 
@@ -121,5 +137,9 @@ class Rank:
 
     def check_probe(self, recorded: bytes) -> None:
         """Raises `ProbeMismatch` when the weights compute something else."""
-        limit = max(tolerance(self.model.embedding.embed.dtype), self.layout.tolerance)
-        probe.check(recorded, self.runner, self.cache, self.config.vocab_size, limit)
+        probe.check(recorded, self.runner, self.cache, self.config.vocab_size, self.tolerance)
+
+    @property
+    def tolerance(self) -> float:
+        """How far logits of the same weights may lie apart, relative to the largest one."""
+        return max(tolerance(self.model.embedding.embed.dtype), self.layout.tolerance)

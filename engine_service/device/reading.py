@@ -29,8 +29,10 @@ _PIECE_BYTES = 8 * BLOCK_BYTES
 def read_files(
     stored: Mapping[str, StoredTensor], collector: Collector, bytes_per_second: int,
     progress: Progress,
-) -> None:  # fmt: skip
+) -> dict[Path, os.stat_result]:  # fmt: skip
     """Brings a collector all that it needs, straight from the files to its place.
+
+    Returns what each file was that was read, when all had been.
 
     Args:
         stored: Where each tensor lies, by name.
@@ -59,6 +61,7 @@ def read_files(
                     time.sleep(delay)
                 collector.land(name, first, count, _reading(files[lies.path], lies, part, first))
                 progress(collector.bytes_landed, collector.bytes_total)
+        return {path: os.fstat(fd) for path, fd in files.items()}
 
 
 def _in_order(units: list[list[str]], stored: Mapping[str, StoredTensor]) -> list[str]:

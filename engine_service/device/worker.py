@@ -1,7 +1,8 @@
-"""The process of one rank: `python -m engine_service.device.worker FD [RENDEZVOUS_FD]`.
+"""The process of one rank: `python -m engine_service.device.worker FD FD [RENDEZVOUS_FD]`.
 
-Reads commands from the inherited socket and answers each in turn, until the front
-closes it. The front owns shutdown: signals meant for it don't stop a rank.
+Reads commands from the first inherited socket and answers each in turn, until the front
+closes it. On the second one `stager` answers those that stage weights, at the same time.
+The front owns shutdown: signals meant for it don't stop a rank.
 
 A thread imports torch, which takes more than a second. The first command is answered
 meanwhile: the arena is allocated, and weights may land, before the model is built on it.
@@ -19,15 +20,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_service import errors
 from engine_service.core import messages
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
-from engine_service.core.update_messages import Trimmed, TrimMemory
+from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
 from engine_service.device.plan import Plan, plan
+from engine_service.device.replies import Replies
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PROGRESS_BYTES = 16 << 20
-_PROGRESS_SECONDS = 0.5
 
 
 class Worker:
     """Answers the commands of one front."""
 
     def __init__(
-        self, channel: BlockingChannel, rendezvous_fd: int = -1,
-        clock: Callable[[], float] = time.monotonic,
+        self, channel: BlockingChannel, staging: BlockingChannel | None = None,
+        rendezvous_fd: int = -1,
     ) -> None:  # fmt: skip
-        """`rendezvous_fd` is the memory file in which the ranks of an instance meet."""
-        self._channel = channel
+        """What weights are staged by comes on `staging`.
+
+        `rendezvous_fd` is the memory file in which the ranks of an instance meet.
+        """
+        self._channel, self._staging = channel, staging
+        self._replies = Replies(channel)
         self._rendezvous_fd = rendezvous_fd
         self._rank: Rank | None = None
-        self._clock = clock
-        self._reported_bytes, self._reported_at = 0, clock()
         self._planned: tuple[messages.Start, Plan] | None = None
         self._imported_at = self._built_at = 0.0
         self._importing = threading.Thread(target=self._import, daemon=True)
@@ -62,25 +62,30 @@ class Worker:
     def serve(self) -> None:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
 
-        An error that nobody expected during a step, or while experts are put into place, is
-        answered and raised too: what it left behind is unknown, so the rank ends. So it does
-        after a collective that failed: the ranks would never be in step again.
+        An error that nobody expected during a step, or while experts or weights are put into
+        place, is answered and raised too: what it left behind is unknown, so the rank ends. So
+        it does after a collective that failed (the ranks would never be in step again), and
+        where weights were left half-changed.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
             try:
                 self._answer(command)
             except (EngineError, RelayError) as error:
-                self._fail(_kind(error), error.message, error.details)
-                if isinstance(error, CollectiveFailed):
+                self._replies.fail(error)
+                if isinstance(error, CollectiveFailed) or self._left_changed(command):
                     raise
             except ChannelClosed:
                 raise
             except Exception as error:
                 _log.exception("%s failed", type(command).__name__)
-                self._fail("EngineError", f"{type(error).__name__}: {error}", {})
-                if isinstance(command, messages.Step | MoveExperts):
+                self._replies.fail(error)
+                if isinstance(command, messages.Step | MoveExperts | ApplyUpdate):
                     raise
+
+    def _left_changed(self, command: messages.Command) -> bool:
+        commits = isinstance(command, MoveExperts | ApplyUpdate)
+        return commits and self._rank is not None and not self._rank.arena.whole
 
     def _answer(self, command: messages.Command) -> None:
         reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
@@ -89,7 +94,7 @@ class Worker:
             descriptors = (self._planned[1].memory.fd,)
         elif isinstance(reply, messages.Allocated | messages.Moved) and self._rank:
             descriptors = self._rank.arena.descriptors
-        self._channel.send(messages.encode(reply), descriptors)
+        self._replies.send(reply, descriptors)
 
     def _start(self, command: messages.Start) -> messages.Reply:
         if self._planned is not None:
@@ -124,6 +129,10 @@ class Worker:
             start, planned = self._planned
             torch.set_num_threads(start.config.threads)
             self._rank = Rank(start, self._rendezvous_fd, planned)
+            if self._staging:
+                from engine_service.device.stager import Stager
+
+                Stager(self._staging, self._rank).start()
             self._built_at = time.monotonic()
         return self._rank
 
@@ -145,7 +154,7 @@ class Worker:
                 reply = rank.step(command.rows)
             case messages.LoadDisk():
                 reply = rank.load(
-                    Path(command.folder), self._progress,
+                    Path(command.folder), self._replies.progress,
                     narrow=command.narrow, bytes_per_second=command.bytes_per_second,
                 )  # fmt: skip
             case messages.RecordProbe():
@@ -161,29 +170,16 @@ class Worker:
             case messages.Commit():
                 rank.arena.seal()
             case TrimMemory():
-                reply = Trimmed(*rank.trim_memory())
+                reply = Trimmed(*rank.device.trim())
             case messages.CheckProbe():
                 rank.check_probe(command.probe)
+            case ApplyUpdate():
+                reply = rank.staging.apply()
         return reply
-
-    def _progress(self, done: int, total: int) -> None:
-        now, far = self._clock(), not 0 <= done - self._reported_bytes < _PROGRESS_BYTES
-        if done == total or far or now >= self._reported_at + _PROGRESS_SECONDS:
-            self._reported_bytes, self._reported_at = done, now
-            self._channel.send(messages.encode(messages.Progress(done, total)))
-
-    def _fail(self, kind: str, message: str, details: dict[str, str]) -> None:
-        self._channel.send(messages.encode(messages.Failed(kind, message, details)))
-
-
-def _kind(error: EngineError | RelayError) -> str:
-    """The relay's memory and layout have errors of their own; some share our names."""
-    name = type(error).__name__
-    return name if hasattr(errors, name) else "EngineError"
 
 
 def main() -> None:
-    """Serves the front at the other end of the socket that `argv` names.
+    """Serves the front at the other end of the sockets that `argv` names.
 
     Several ranks also inherit the memory file in which they meet.
     """
@@ -192,13 +188,15 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # A front that died before the line above is noticed here: nobody holds its end.
-    channel = BlockingChannel(socket.socket(fileno=int(sys.argv[1])))
-    rendezvous_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    channel, staging = (
+        BlockingChannel(socket.socket(fileno=int(number))) for number in sys.argv[1:3]
+    )
+    rendezvous_fd = int(sys.argv[3]) if len(sys.argv) > 3 else -1
     try:
-        Worker(channel, rendezvous_fd).serve()
+        Worker(channel, staging, rendezvous_fd).serve()
     except ChannelClosed:
         _leave(0, "the front has gone")
-    except CollectiveFailed as error:
+    except Exception as error:  # noqa: BLE001 - whatever it was, it was answered and logged
         _leave(1, str(error))
 
 

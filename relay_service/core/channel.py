@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -52,6 +53,10 @@ class _Frames:
         del self._buffer[:end]
         return frame
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._buffer)
+
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.popleft())
@@ -86,6 +91,15 @@ class BlockingChannel:
                 raise ChannelClosed("the other side has closed the channel")
             self._frames.feed(data, [])
         return frame
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has come that was not received, or the stream has ended."""
+        if self._frames.pending:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Closes this end; the other side reads the end of the stream."""

@@ -55,8 +55,7 @@ class Ranks:
         """Gives the arenas back, which otherwise stay mapped; no tensor may be looked at then."""
         for rank in self.ranks:
             rank.arena._memory.close()
-            for descriptor in rank.arena.descriptors:
-                os.close(descriptor)
+            rank.arena.close()
         self.ranks = []
 
     def each(self, work) -> list:

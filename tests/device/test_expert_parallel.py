@@ -10,7 +10,8 @@ from tiny_llama import Sequence, start_message
 from engine_service.core.expert_messages import DropExperts
 from engine_service.device import expert_moves
 from engine_service.device.experts import mix
-from engine_service.device.loading import LoadOptions, load
+from engine_service.device.intake import LoadOptions
+from engine_service.device.loading import load
 from engine_service.device.models import llama_format
 from engine_service.device.plan import plan
 from engine_service.errors import (

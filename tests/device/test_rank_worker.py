@@ -41,12 +41,15 @@ class Worker:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(60)
+        self._staging, staging = socket.socketpair()
+        fds = theirs.fileno(), staging.fileno()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine_service.device.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "engine_service.device.worker", *map(str, fds)],
+            pass_fds=fds,
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(Path.cwd())},
         )
         theirs.close()
+        staging.close()
         self._buffer = b""
         self.descriptors: list[int] = []
         self.progress: list[Progress] = []
@@ -81,6 +84,7 @@ class Worker:
     def close(self) -> int:
         """Leaves, as a front that ends, and returns the worker's exit code."""
         self._socket.close()
+        self._staging.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
         return self.process.wait(20)
@@ -205,7 +209,8 @@ def test_a_worker_dies_with_a_killed_front():
         "ours, theirs = socket.socketpair()\n"
         "os.set_inheritable(ours.fileno(), True)\n"
         "w = subprocess.Popen([sys.executable, '-m', 'engine_service.device.worker',"
-        " str(theirs.fileno())], pass_fds=[theirs.fileno(), ours.fileno()])\n"
+        " str(theirs.fileno()), str(os.dup(theirs.fileno()))],"
+        " pass_fds=[theirs.fileno(), theirs.fileno() + 1, ours.fileno()])\n"
         "from engine_service.core import messages\n"
         "frame = messages.encode(messages.Capture())\n"
         "ours.sendall(len(frame).to_bytes(4, 'little') + frame)\n"

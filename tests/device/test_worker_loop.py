@@ -8,7 +8,8 @@ from tiny_llama import Sequence, serving_rank
 from engine_service.core import messages
 from engine_service.core.expert_messages import MoveExperts
 from engine_service.core.messages import Failed, Step
-from engine_service.device.worker import Worker, _kind
+from engine_service.device.replies import Replies, kind_of
+from engine_service.device.worker import Worker
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import ManifestError, ResourceExhausted
 
@@ -44,10 +45,10 @@ def test_progress_of_a_long_load_is_bounded():
     """A message per 16 MiB or half a second, and at the end, however small the pieces are."""
     ours, theirs = socket.socketpair()
     now = [0.0]
-    served, total = Worker(BlockingChannel(theirs), clock=lambda: now[0]), 100 << 20
+    replies, total = Replies(BlockingChannel(theirs), clock=lambda: now[0]), 100 << 20
     for done in range(1 << 20, total + 1, 1 << 20):
         now[0] += 0.25 if done in (33 << 20, 34 << 20) else 0.0
-        served._progress(done, total)
+        replies.progress(done, total)
     theirs.close()
     front = BlockingChannel(ours)
     seen = [messages.decode_reply(front.receive()).bytes_done >> 20 for _ in range(8)]
@@ -59,5 +60,5 @@ def test_progress_of_a_long_load_is_bounded():
 
 def test_errors_of_the_relay_keep_a_kind_that_the_front_knows():
     """A name that only the relay has becomes the root of the engine's tree."""
-    assert _kind(ResourceExhausted("full")) == "ResourceExhausted"
-    assert _kind(ManifestError("odd")) == "EngineError"
+    assert kind_of(ResourceExhausted("full")) == "ResourceExhausted"
+    assert kind_of(ManifestError("odd")) == "EngineError"

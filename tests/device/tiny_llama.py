@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from engine_service.device.checkpoint import read_file
 from engine_service.device.config import ModelConfig, parse_config
 from engine_service.device.dtypes import served_dtype
 from engine_service.device.formats.layouts import choose_layout
-from engine_service.device.loading import load, processed_matrices
+from engine_service.device.intake import processed_matrices
+from engine_service.device.loading import load
 from engine_service.device.memfd_arena import MemfdArena
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Layer, Llama
@@ -139,7 +139,7 @@ class Filling:
     def _empty(self):
         units = llama_format.unit_specs(self._config, self._served, self._shard, self._layout)
         arena = MemfdArena(lay_out(self._shard.rank, units), "tests")
-        os.close(arena.descriptors[0])  # it stays mapped; nobody shares it, and there are many
+        arena.close()  # it stays mapped; nobody shares it, and there are many
         own = rank_config(self._config, self._shard)
         return arena, list(Llama(own, arena.tensors, layout=self._layout).matrices())
 
