@@ -100,12 +100,16 @@ class RelayClient:
         )
         return response
 
-    async def manifest(self, instance: str, generation: str, rank: int) -> Manifest:
-        """Returns one rank's manifest; it isn't checked yet.
+    async def manifest(
+        self, instance: str, generation: str, rank: int, *, staged: bool = False
+    ) -> Manifest:
+        """Returns one rank's manifest, or that of what was staged for it; it isn't checked yet.
 
         Raises `ValueError` for one that would not end.
         """
-        request = relay_pb2.GetManifestRequest(instance=instance, generation=generation, rank=rank)
+        request = relay_pb2.GetManifestRequest(
+            instance=instance, generation=generation, rank=rank, staged=staged
+        )
         call = self._stub.GetManifest(request, timeout=CALL_SECONDS)
         pages, size = [], 0
         async for page in self._stream(call):

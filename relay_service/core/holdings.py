@@ -28,6 +28,7 @@ class Holdings:
     def detach(self, holding: Holding) -> None:
         """Takes an instance off the list; readers with a lease may finish."""
         holding.detached = True
+        holding.drop_lent()
         if self._attached.get(holding.name) is holding:
             del self._attached[holding.name]
         self._leaving.append(holding)
