@@ -29,6 +29,7 @@ from relay_service.errors import (
     PullTimeout,
     Refused,
     RelayError,
+    ResourceExhausted,
     SourceFailed,
 )
 
@@ -73,7 +74,7 @@ class Puller:
 
         Raises `FormatMismatch` when sources exist and none fits, `NoSource` when
         all that fitted were left, `CorruptBlock` when the last one was left for
-        wrong bytes, `PullTimeout` at the deadline.
+        wrong bytes, `PullTimeout` at the deadline, `ResourceExhausted` where there is no memory.
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
@@ -167,6 +168,8 @@ class Puller:
             step.reason = "complete"
         except (RelayError, OSError) as error:
             step.reason = self.report.note = str(error)
+            if isinstance(error, ResourceExhausted):
+                raise  # it is this host that has no memory: no other source would help
             self._leave(source, error, gave=self._reader.sum("bytes_landed") > before)
         finally:
             step.bytes_verified = self._reader.sum("bytes_landed") - before
