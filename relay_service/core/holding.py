@@ -26,7 +26,7 @@ from relay_service.core.ports import Arena, MapArena
 from relay_service.core.readers import Readers
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
-from relay_service.errors import InvalidRequest, NotFound, Refused, WrongState
+from relay_service.errors import EpochChanged, InvalidRequest, NotFound, Refused, WrongState
 
 
 class Holding:
@@ -119,7 +119,10 @@ class Holding:
             self.receivers, self.landed = [], Landed()
         self.manifests, self.artifacts = manifests, artifacts
         self.probe = update.probe or self.probe
-        self._follow(update.state, update.weights)
+        state, weights = update.state, update.weights
+        known = self.state.holds_weights and weights.epoch == self.weights.epoch
+        self._readers.follow(weights.epoch, news=state.holds_weights and not known)
+        self.state, self.weights = state, weights
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
 
@@ -212,11 +215,14 @@ class Holding:
             os.close(self._descriptors.pop())
         return True
 
-    def manifest(self, rank: int, *, staged: bool = False) -> Manifest:
+    def manifest(self, rank: int, *, staged: bool = False, epoch: int = 0) -> Manifest:
         """Returns one rank's manifest, or that of what has landed in lent memory.
 
-        Raises `NotFound`, also as long as not all of it has landed.
+        Raises `NotFound`, also as long as not all of it has landed, and `EpochChanged` when the
+        weights are others than those of `epoch`; 0 stands for any.
         """
+        if epoch not in (0, self.weights.epoch):
+            raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
         manifests = self.manifests
         if staged:
             manifests = self.lent.manifests if self.lent else []
@@ -232,12 +238,6 @@ class Holding:
 
     def _map(self, *, writable: bool) -> list[Arena]:
         return map_arenas(self._map_arena, self._descriptors, self.manifests, writable=writable)
-
-    def _follow(self, state: State, weights: Weights) -> None:
-        """Takes state and weights over; what is news of either is what the arenas hold now."""
-        known = self.state.holds_weights and weights.epoch == self.weights.epoch
-        self._readers.follow(weights.epoch, news=state.holds_weights and not known)
-        self.state, self.weights = state, weights
 
     def _rank_blocks(self, rank: int) -> RankBlocks:
         manifest = self.manifests[rank]

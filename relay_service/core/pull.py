@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from relay_service.core.instance import Instance, Life
+from relay_service.core.instance import Instance, Life, State
 from relay_service.core.manifest import weights_digest
 from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
 from relay_service.core.ports import Fleet, Transport
@@ -116,6 +116,8 @@ class Puller:
         """Waits for a source that fits and was not left. Raises when waiting is in vain."""
         while True:
             matches = match(self._target, await self._fleet.instances())
+            # An update that comes to nothing leaves a source as it was: it may be asked again.
+            self._left -= {m.instance.life for m in matches if m.instance.state is State.UPDATING}
             wanted = [m for m in matches if self._is_wanted(m.instance)]
             if not self.report.path:
                 refuse_several_models([m.instance for m in wanted if m.fits])

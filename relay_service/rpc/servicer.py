@@ -120,7 +120,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         """Pages through one rank's manifest."""
         del context
         holding = self._holdings.get(request.instance, request.generation)
-        manifest = holding.manifest(request.rank, staged=request.staged)
+        manifest = holding.manifest(request.rank, staged=request.staged, epoch=request.epoch)
         for page in convert.manifest_pages(manifest):
             yield page
 

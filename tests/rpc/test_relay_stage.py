@@ -37,9 +37,10 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
 def changed(*blocks: int, seed: int = 9) -> bytes:
     """Returns the old weights with other bytes in some blocks."""
     data = bytearray(OLD)
+    other = random_bytes(LAYOUT, seed)
     for index in blocks or range(LAYOUT.block_count):
         block = LAYOUT.block(index)
-        data[block.offset : block.offset + block.nbytes] = random_bytes(LAYOUT, seed)[: block.nbytes]
+        data[block.offset : block.offset + block.nbytes] = other[: block.nbytes]
     return bytes(data)
 
 
