@@ -242,8 +242,8 @@ class Holding:
     def _rank_blocks(self, rank: int) -> RankBlocks:
         manifest = self.manifests[rank]
         blocks = manifest.block_count
-        have = blocks if self.state.holds_weights else 0
+        have = blocks if self.state.committed else 0
         if self.receivers:
             have = self.receivers[rank].blocks_verified
-        digest = manifest.digest if self.state.holds_weights else ""
+        digest = manifest.digest if self.state.committed else ""
         return RankBlocks(rank, have, blocks, manifest.data_bytes, digest)
