@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -42,6 +43,7 @@ class GrpcRelayLink:
         self._credentials = credentials
         self._relay = RelayClient(address, credentials)
         self._attachment = Attachment(self._relay)
+        self._staging = asyncio.Lock()
 
     async def offers(self) -> list[Instance]:
         """Lists every instance of the fleet."""
@@ -98,14 +100,15 @@ class GrpcRelayLink:
         self, descriptors: list[list[int]], options: PullOptions, on_progress: OnProgress
     ) -> tuple[FillReport, list[Manifest]]:
         """Has memory filled that is lent for it, beside what serves."""
-        before = self._attachment.describe()
-        await self._attachment.lend([fd for rank in descriptors for fd in rank])
-        try:
-            report = await self.pull(options, on_progress)
-            landed = await self.manifests(len(descriptors), staged=True)
-        finally:
-            await self._take_back()
-        _check_staged(report, landed, before.manifests)
+        async with self._staging:
+            await self._attachment.lend([fd for rank in descriptors for fd in rank])
+            serves = self._attachment.describe().manifests
+            try:
+                report = await self.pull(options, on_progress)
+                landed = await self.manifests(len(descriptors), staged=True)
+            finally:
+                await self._take_back()
+        _check_staged(report, landed, serves)
         return report, landed
 
     async def source_files(self, report: FillReport) -> dict[str, bytes]:

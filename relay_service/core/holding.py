@@ -127,13 +127,11 @@ class Holding:
         self.placement = update.placement or self.placement
 
     def open_receivers(self) -> list[Receiver]:
-        """Maps the arenas for writing and returns their receivers, or those of lent memory.
+        """Maps the arenas for writing and returns their receivers, one per rank.
 
-        Blocks that landed before in the arenas are kept. Raises `WrongState` for an instance
-        that serves and has lent no memory, or that somebody fills already.
+        Blocks that landed before are kept. Raises `WrongState` for an instance
+        that serves, or that somebody fills already.
         """
-        if self.lent and not self.detached:
-            return self.lent.open()
         if not self.state.fillable or self.detached:
             raise WrongState(
                 f"{self.name} is {self.state}: only a dummy can be filled, "
@@ -151,17 +149,9 @@ class Holding:
         ]
         return self.receivers
 
-    @property
-    def landing(self) -> Landed:
-        """What earlier pulls left behind where the next one lands."""
-        return self.lent.landed if self.lent else self.landed
-
     def keep(self, manifests: list[Manifest]) -> None:
-        """Takes note of what a pull has filled; the engine asks before it commits."""
-        if self.lent:
-            self.lent.manifests = manifests
-        else:
-            self.manifests = manifests
+        """Takes note of what a pull has landed; the engine asks before it commits."""
+        self.manifests = manifests
 
     def lend(self, descriptors: list[int]) -> None:
         """Takes memory for new weights beside those that serve, in place of what was lent before.

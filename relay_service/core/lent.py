@@ -51,12 +51,16 @@ class Lent:
         """Whether a pull has begun that isn't complete."""
         return self._opened and not self.manifests
 
-    def open(self) -> list[Receiver]:
+    def open_receivers(self) -> list[Receiver]:
         """Returns the receivers, one per rank, once. Raises `WrongState`."""
         if self._opened:
             raise WrongState("the lent memory is being filled already, or was")
         self._opened = True
         return self._receivers
+
+    def keep(self, manifests: list[Manifest]) -> None:
+        """Takes note of what a pull has landed; the engine asks before it takes it over."""
+        self.manifests = manifests
 
     def close(self) -> int:
         """Unmaps it and closes its descriptors; returns how many arenas were mapped."""

@@ -10,6 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 
 from relay_service.core.holding import Holding
+from relay_service.core.lent import Lent
 from relay_service.core.logs import fields, transfer_id
 from relay_service.core.match import Target
 from relay_service.core.ports import Fleet, Transport
@@ -72,11 +73,12 @@ class Transfers:
         target = Target(holding.name, holding.attach.format, holding.placement)
         # Checked first: a refused pull must not leave the arenas mapped for writing.
         Puller(target, [], self._fleet, self._transports, options)
-        receivers = holding.open_receivers()
-        puller = Puller(target, receivers, self._fleet, self._transports, options, holding.landing)
+        space = holding.lent or holding
+        receivers = space.open_receivers()
+        puller = Puller(target, receivers, self._fleet, self._transports, options, space.landed)
         name, context = secrets.token_hex(6), copy_context()
         context.run(transfer_id.set, name)
-        running = self._run(holding, puller)
+        running = self._run(space, puller)
         task = asyncio.get_running_loop().create_task(running, context=context)
         transfer = Transfer(name, holding, puller, task, time.monotonic())
         self.running.append(transfer)
@@ -100,10 +102,9 @@ class Transfers:
                 transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
-    async def _run(self, holding: Holding, puller: Puller) -> PullReport:
+    async def _run(self, space: Holding | Lent, puller: Puller) -> PullReport:
         report = await puller.run()
-        # The engine asks for them before it commits.
-        holding.keep([receiver.manifest() for receiver in puller.receivers])
+        space.keep([receiver.manifest() for receiver in puller.receivers])
         return report
 
     def _ended(self, transfer: Transfer) -> None:

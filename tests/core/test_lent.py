@@ -66,7 +66,7 @@ def host():
 def test_only_what_differs_lands_and_is_allocated(host):
     """Equal blocks count as there; one that differs lands beside, and takes its memory only."""
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     assert host.lent.allocated_blocks == 0
     assert receiver.expect(NEW) == LAYOUT.block_count - 1
     assert receiver.missing == [CHANGED]
@@ -82,7 +82,7 @@ def test_only_what_differs_lands_and_is_allocated(host):
 def test_other_weights_after_some_have_landed(host):
     """Of a second source only what differs from what serves must come, whatever came before."""
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     receiver.expect(verified(LAYOUT, bytes(LAYOUT.data_bytes)))
     assert receiver.blocks_verified == 0
     receiver.land(0, memoryview(bytes(BLOCK_BYTES)))
@@ -96,12 +96,12 @@ def test_what_serves_is_announced(host):
     """While weights land beside, and after it, the instance is announced with what it serves."""
     before = host.held.record("", 0)
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     receiver.expect(NEW)
     with pytest.raises(NotFound, match="staged nothing for rank 0"):
         host.held.manifest(0, staged=True)
     host.land(receiver, CHANGED)
-    host.held.keep([receiver.manifest()])
+    host.held.lent.keep([receiver.manifest()])
     assert host.held.record("", 0) == before
     assert host.held.manifest(0) == host.memory_held.manifests[0] != NEW
     assert host.held.manifest(0, staged=True) == NEW
@@ -178,14 +178,14 @@ def test_a_lent_memory_is_for_one_pull(host):
     """One pull fills it; new memory takes its place unless a pull is filling it."""
     host.lend()
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     with pytest.raises(WrongState, match="filled already"):
-        host.held.open_receivers()
+        host.held.lent.open_receivers()
     with pytest.raises(WrongState, match="target is being filled already"):
         host.lend()
-    host.held.keep([receiver.layout])
+    host.held.lent.keep([receiver.layout])
     host.lend()
-    host.held.open_receivers()
+    host.held.lent.open_receivers()
 
 
 @pytest.mark.parametrize("how", ["host", "file system"])
@@ -196,7 +196,7 @@ def test_a_full_host(host, monkeypatch, how):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     receiver.expect(NEW)
     if how == "host":
         monkeypatch.setattr(sparse, "available_bytes", lambda: 99)
@@ -219,7 +219,7 @@ def test_the_host_is_asked_again(host, monkeypatch):
 
     monkeypatch.setattr(sparse, "available_bytes", available)
     host.lend()
-    (receiver,) = host.held.open_receivers()
+    (receiver,) = host.held.lent.open_receivers()
     receiver.expect(verified(LAYOUT, bytes(LAYOUT.data_bytes)))
     for index in range(2):
         receiver.land(index, memoryview(bytes(BLOCK_BYTES)))
@@ -254,11 +254,9 @@ def test_leaving_gives_it_back(host):
     host.holdings.acquire("target", "", 1, host.memory_held.digest, "reader")
     before = resources()
     host.lend()
-    host.held.open_receivers()
+    host.held.lent.open_receivers()
     host.holdings.detach(host.held)
     assert resources() == before
     assert same_weights(LAYOUT, host.read(), DATA)
     with pytest.raises(WrongState):
         host.lend()
-    with pytest.raises(WrongState):
-        host.held.open_receivers()

@@ -103,6 +103,13 @@ async def two_hosts(fleet, data: bytes, **settings):
     return here, there, await source(fleet, here, data)
 
 
+async def landing(relay) -> None:
+    """Waits until a pull has landed something."""
+    await eventually(lambda: relay.transfers.running)
+    puller = relay.transfers.running[0].puller
+    await eventually(lambda: puller.blocks_landed)
+
+
 def assert_given_back(relay) -> None:
     """Checks that nothing of a pull is left, and the instance is announced as before."""
     holding = relay.holdings.get("target")
@@ -189,9 +196,7 @@ async def test_a_source_that_dies(fleet, serve):
     here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=16 << 20)
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage(PullOptions(source_instance="tiny")))
-    await eventually(lambda: there.transfers.running)
-    puller = there.transfers.running[0].puller
-    await eventually(lambda: puller.blocks_landed)
+    await landing(there)
     second = await source(fleet, there, changed(), "second")
     await fleet.stop(here)
     report, landed = await staging
@@ -206,9 +211,7 @@ async def test_the_only_source_dies(fleet, serve):
     here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=16 << 20)
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage())
-    await eventually(lambda: there.transfers.running)
-    puller = there.transfers.running[0].puller
-    await eventually(lambda: puller.blocks_landed)
+    await landing(there)
     await fleet.stop(here)
     with pytest.raises(FillFailed, match="no source is left: new"):
         await staging
@@ -232,9 +235,7 @@ async def test_an_update_of_the_source(fleet, serve):
     serving = await serve(there)
     slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=8 << 20)
     staging = asyncio.create_task(serving.stage(slow))
-    await eventually(lambda: there.transfers.running)
-    puller = there.transfers.running[0].puller
-    await eventually(lambda: puller.blocks_landed)
+    await landing(there)
     await commit(seed, changed(2, seed=10), "v3", 2)
     report, landed = await staging
     assert (report.weight_version, landed) == ("v3", seed.memory.manifests)
@@ -260,10 +261,10 @@ async def commit(engine, data: bytes, version: str, epoch: int) -> None:
 
 async def test_a_relay_that_is_started_anew(fleet, serve):
     """It has lost the memory: the staging fails, the engine is attached again and can retry."""
-    here, there, _ = await two_hosts(fleet, changed(6))
+    here, there, _ = await two_hosts(fleet, changed())
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage(SLOW))
-    await eventually(lambda: there.transfers.running)
+    await landing(there)
     await fleet.stop(there)
     with pytest.raises((RelayUnreachable, FillFailed)):
         await staging
@@ -271,7 +272,7 @@ async def test_a_relay_that_is_started_anew(fleet, serve):
     await eventually(lambda: again.holdings.find("target"))
     assert_given_back(again)
     report, _ = await serving.stage()
-    assert report.bytes_moved == LAYOUT.block(6).nbytes
+    assert report.bytes_moved == LAYOUT.weight_bytes
 
 
 async def test_a_relay_that_has_lost_it_before_the_pull(fleet, serve, monkeypatch):
@@ -309,7 +310,7 @@ async def test_a_cancelled_staging(fleet, serve):
     serving = await serve(there)
     mapped = arena_mappings()
     staging = asyncio.create_task(serving.stage(SLOW))
-    await eventually(lambda: there.transfers.running)
+    await landing(there)
     staging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await staging
@@ -418,7 +419,7 @@ async def test_the_engine_dies_while_it_is_staged(fleet, serve):
     _, there, _ = await two_hosts(fleet, changed())
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage(SLOW))
-    await eventually(lambda: there.transfers.running)
+    await landing(there)
     former = there.holdings.get("target")
     serving.link.detach()
     with pytest.raises(FillFailed, match="the pull into target was ended"):
@@ -431,7 +432,7 @@ async def test_other_weights_begin_to_serve_while_it_is_staged(fleet, serve):
     _, there, _ = await two_hosts(fleet, changed())
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage(SLOW))
-    await eventually(lambda: there.transfers.running)
+    await landing(there)
     serving.changes["weights"] = Weights("label", serving.memory.digest, 1)
     await serving.link.update()
     assert there.transfers.running
