@@ -108,7 +108,8 @@ class RelayLink(Protocol):
         but may still write: whoever takes the weights over holds each block to its digest in
         memory that nobody else maps.
 
-        Raises `FillFailed` or `RelayUnreachable`; what serves is as it was.
+        Raises `FillFailed` or `RelayUnreachable`, or `ConfigError` when the relay denies the
+        attachment by now; what serves is as it was.
         """
 
     async def source_files(self, report: FillReport) -> dict[str, bytes]:

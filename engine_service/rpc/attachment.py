@@ -89,8 +89,10 @@ class Attachment:
     async def lend(self, descriptors: list[int]) -> None:
         """Lends memory for one pull; the descriptors stay the caller's.
 
-        Raises `RelayUnreachable`, and `FillFailed` when the relay denies it.
+        Raises `RelayUnreachable`, `ConfigError`, and `FillFailed` when the relay denies it.
         """
+        if self._keeper:  # the relay may be back before it was attached to again
+            await self._connect()
         async with self._telling:
             answer = await self._say(self._channel, Lend(), descriptors) if self._channel else None
         if answer is None:

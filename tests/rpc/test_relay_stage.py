@@ -372,7 +372,7 @@ async def test_its_own_source(fleet, serve):
     relay = await fleet.relay()
     serving = await serve(relay)
     with pytest.raises(FillFailed, match="target cannot be its own source"):
-        await serving.stage(PullOptions(source_instance="target"))
+        await serving.stage(PullOptions(source_instance="target", timeout_seconds=5))
     with pytest.raises(FillFailed, match="target is READY: only a dummy"):
         await serving.link.pull(FROM_NEW, lambda _: None)
 
