@@ -33,7 +33,7 @@ from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
 from relay_service.core.transfers import Transfers
-from relay_service.errors import ConfigError, WrongState
+from relay_service.errors import ConfigError, CorruptBlock, WrongState
 from relay_service.memory.mapping import map_arena
 from relay_service.transports.shm import ShmTransport
 
@@ -261,6 +261,23 @@ async def test_lending_without_memory(relay):
     assert "1 ranks: 1 descriptors expected" in answer.reason
     await assert_closed(seed)
     await eventually(lambda: relay.attached() == [])
+
+
+async def test_a_failed_staging_gives_memory_back(relay):
+    """Once a pull into lent memory has failed nothing of it is left, whether or not one asks."""
+    source = relay.engine("new", random_bytes(LAYOUT, 5))
+    await source.attach(relay.path)
+    source.memory.arenas[0].land(0, b"wrong")
+    seed, lent, before = await relay.seed(), LentMemory([LAYOUT]), resources()
+    await seed.lend(lent.descriptors)
+    holding = relay.holdings.get("seed")
+    with pytest.raises(CorruptBlock):
+        await relay.transfers.start(holding, PullOptions()).task
+    await eventually(lambda: holding.lent is None)
+    assert resources() == before
+    with pytest.raises(WrongState, match="only a dummy"):
+        relay.transfers.start(holding, PullOptions())
+    lent.close()
 
 
 async def test_staging_ends_when_other_weights_serve(relay):

@@ -92,6 +92,16 @@ def test_other_weights_after_some_have_landed(host):
     assert receiver.manifest() == NEW
 
 
+def test_weights_that_come_in_pieces(host):
+    """Of a source that is cut otherwise nothing is known to be equal: all of it has to come."""
+    host.lend()
+    (receiver,) = host.held.lent.open_receivers()
+    receiver.expect(NEW)
+    receiver.expect_pieces(keep=False)
+    assert receiver.missing == list(range(LAYOUT.block_count))
+    assert receiver.bytes_verified == 0
+
+
 def test_what_serves_is_announced(host):
     """While weights land beside, and after it, the instance is announced with what it serves."""
     before = host.held.record("", 0)
