@@ -100,12 +100,17 @@ class RelayClient:
         )
         return response
 
-    async def manifest(self, instance: str, generation: str, rank: int) -> Manifest:
-        """Returns one rank's manifest; it isn't checked yet.
+    async def manifest(
+        self, instance: str, generation: str, rank: int, *, staged: bool = False, epoch: int = 0
+    ) -> Manifest:
+        """Returns one rank's manifest, or that of what was staged for it; it isn't checked yet.
 
+        With `epoch` it is of these weights, or an error says that there are others.
         Raises `ValueError` for one that would not end.
         """
-        request = relay_pb2.GetManifestRequest(instance=instance, generation=generation, rank=rank)
+        request = relay_pb2.GetManifestRequest(
+            instance=instance, generation=generation, rank=rank, staged=staged, epoch=epoch
+        )
         call = self._stub.GetManifest(request, timeout=CALL_SECONDS)
         pages, size = [], 0
         async for page in self._stream(call):

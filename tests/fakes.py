@@ -24,6 +24,7 @@ from relay_service.core.attachment import (
     Accepted,
     Attach,
     Denied,
+    Lend,
     Update,
     decode_to_engine,
     encode,
@@ -35,8 +36,9 @@ from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, RankBlocks, State, Weights
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
-from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
+from relay_service.core.manifest import BLOCK_BYTES, HEADER_BYTES, Manifest, weights_digest
 from relay_service.memory.host import HostArena, create_memfd, seal
+from relay_service.memory.sparse import create_sparse_memfd
 
 FORMAT = Format((("kernel_format", "1"), ("dtype", "bfloat16"), ("config.hidden_size", "64")))
 PROBE = b"probe"
@@ -203,6 +205,38 @@ class Memory:
             os.close(self.descriptors.pop())
 
 
+class LentMemory:
+    """Memory of the shapes of arenas, of which nothing is allocated: for staging."""
+
+    def __init__(self, layouts: Sequence[Manifest]) -> None:
+        self.layouts = list(layouts)
+        self.descriptors = [create_sparse_memfd("lent", one.data_bytes) for one in layouts]
+        for fd, layout in zip(self.descriptors, layouts, strict=True):
+            arena = HostArena(fd, layout.data_bytes, writable=True, populate=False)
+            arena.write_header("tests")
+            arena.close()
+
+    @property
+    def by_rank(self) -> list[list[int]]:
+        """Descriptors of each rank."""
+        return [[fd] for fd in self.descriptors]
+
+    @property
+    def allocated_blocks(self) -> int:
+        """Blocks' worth of memory that is allocated, without the headers."""
+        return sum(os.fstat(fd).st_blocks * 512 // BLOCK_BYTES for fd in self.descriptors)
+
+    def bytes_at(self, index: int, rank: int = 0) -> bytes:
+        """Returns what lies in the place of a block."""
+        block = self.layouts[rank].block(index)
+        return os.pread(self.descriptors[rank], block.nbytes, HEADER_BYTES + block.offset)
+
+    def close(self) -> None:
+        """Lets go of it; whoever mapped it keeps it."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
 def attach_message(name: str, memory: Memory, **changes) -> Attach:
     """Returns what the engine of `memory` says first; ready if it holds weights."""
     ready = bool(memory.digest)
@@ -243,6 +277,11 @@ class FakeEngine:
     async def update(self, **fields) -> Accepted | Denied:
         """Says how the instance has changed."""
         await self.channel.send(encode(Update(**fields)))
+        return decode_to_engine(await self.channel.receive())
+
+    async def lend(self, descriptors: Sequence[int]) -> Accepted | Denied:
+        """Lends memory for staging."""
+        await self.channel.send(encode(Lend()), tuple(descriptors))
         return decode_to_engine(await self.channel.receive())
 
     async def commit(self, manifests: Sequence[Manifest], version: str, epoch: int = 1) -> None:

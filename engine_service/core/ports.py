@@ -95,14 +95,40 @@ class RelayLink(Protocol):
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""
 
+    async def stage(
+        self, descriptors: list[list[int]], options: PullOptions, on_progress: OnProgress
+    ) -> tuple[FillReport, list[Manifest]]:
+        """Has new weights land in memory of each rank, beside those that serve.
+
+        The memory is shaped like the arenas and stays the caller's, as do its descriptors. Only
+        blocks that differ from what serves land there; the others are what serves, and so is
+        what the manifests say of them. Of a source that is placed otherwise all blocks land.
+
+        The relay gives the memory back before this returns. If it does not say so it is cut off,
+        but may still write: whoever takes the weights over holds each block to its digest in
+        memory that nobody else maps.
+
+        Raises `FillFailed` or `RelayUnreachable`, or `ConfigError` when the relay denies the
+        attachment by now; what serves is as it was.
+        """
+
+    async def source_files(self, report: FillReport) -> dict[str, bytes]:
+        """Fetches the small files of the instance that weights came from.
+
+        Raises `FillFailed` when it holds other weights by now, or `RelayUnreachable`.
+        """
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; returns whether it has, or is dead."""
 
     def detach(self) -> None:
         """Drops the connection; the link attaches again by itself, with what is true then."""
 
-    async def manifests(self, ranks: int) -> list[Manifest]:
-        """Returns what has landed, by rank. Raises `RelayUnreachable`."""
+    async def manifests(self, ranks: int, *, staged: bool = False) -> list[Manifest]:
+        """Returns what has landed in the arenas, or was staged, by rank.
+
+        Raises `RelayUnreachable`.
+        """
 
     async def close(self) -> None:
         """Detaches."""

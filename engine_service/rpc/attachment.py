@@ -6,15 +6,23 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from clients.errors import ClientError
 from clients.relay import RelayClient
-from engine_service.errors import ConfigError, RelayUnreachable
-from relay_service.core.attachment import Attach, Denied, Update, decode_to_engine, encode
+from engine_service.errors import ConfigError, FillFailed, RelayUnreachable
+from relay_service.core.attachment import (
+    Accepted,
+    Attach,
+    Denied,
+    Lend,
+    Update,
+    decode_to_engine,
+    encode,
+)
 from relay_service.core.channel import AsyncChannel, ChannelClosed
 
 REATTACH_SECONDS = 0.5
@@ -30,7 +38,10 @@ class Attachment:
         self._relay = relay
         self._channel: AsyncChannel | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._answers: asyncio.Queue[Denied | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[Accepted | Denied | None] = asyncio.Queue()
+        """None when the relay was lost."""
+        self._owed = 0
+        self._files_told: dict[str, bytes] = {}
         self._telling = asyncio.Lock()
         self._connecting = asyncio.Lock()
         self._relay_pid = 0
@@ -66,17 +77,28 @@ class Attachment:
                 weights=now.weights,
                 manifests=now.manifests,
                 probe=now.probe,
+                # Megabytes, which seldom change.
+                artifacts=None if now.artifacts == self._files_told else now.artifacts,
             )
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    await self._channel.send(encode(message))
-                    if denied := await self._answers.get():
-                        _log.error("the relay denied an update: %s", denied.reason)
-            except ChannelClosed:
-                pass  # it hears of it when it is attached again
-            except TimeoutError:
-                _log.warning("relay %s does not answer", self._relay.address)
-                self.detach()
+            answer = await self._say(self._channel, message)
+            if isinstance(answer, Denied):
+                _log.error("the relay denied an update: %s", answer.reason)
+            elif answer:  # else it hears of it when it is attached again
+                self._files_told = now.artifacts
+
+    async def lend(self, descriptors: list[int]) -> None:
+        """Lends memory for one pull; the descriptors stay the caller's.
+
+        Raises `RelayUnreachable`, `ConfigError`, and `FillFailed` when the relay denies it.
+        """
+        if self._keeper:  # the relay may be back before it was attached to again
+            await self._connect()
+        async with self._telling:
+            answer = await self._say(self._channel, Lend(), descriptors) if self._channel else None
+        if answer is None:
+            raise RelayUnreachable(f"not attached to relay {self._relay.address}")
+        if isinstance(answer, Denied):
+            raise FillFailed(f"the relay takes no memory for new weights: {answer.reason}")
 
     def detach(self) -> None:
         """Drops the connection; `_keep` attaches again."""
@@ -91,6 +113,30 @@ class Attachment:
             await asyncio.wait([self._keeper])
             self._keeper = None
         self.detach()
+
+    async def _say(
+        self, channel: AsyncChannel, message: Update | Lend, descriptors: Sequence[int] = ()
+    ) -> Accepted | Denied | None:
+        """Returns the relay's answer; none when it is lost, or says nothing in time."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await channel.send(encode(message), tuple(descriptors))
+                self._owed += 1
+                return await self._own_answer()
+        except ChannelClosed:
+            return None
+        except TimeoutError:
+            _log.warning("relay %s does not answer", self._relay.address)
+            self.detach()
+            return None
+
+    async def _own_answer(self) -> Accepted | Denied | None:
+        """Waits for the answer to what was said last; whoever was cancelled left theirs behind."""
+        while answer := await self._answers.get():
+            self._owed -= 1
+            if not self._owed:
+                break
+        return answer
 
     async def _connect(self) -> None:
         async with self._connecting:  # a fill and the keeper may both want to
@@ -122,10 +168,12 @@ class Attachment:
         self._relay_pid, uid = channel.peer_credentials()
         if uid != os.getuid():
             raise ConfigError(f"the relay at {relay} runs as another user", field="relay")
-        await channel.send(encode(self._describe()), tuple(self._descriptors))
+        now = self._describe()
+        await channel.send(encode(now), tuple(self._descriptors))
         answer = decode_to_engine(await channel.receive())
         if isinstance(answer, Denied):
             raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
+        self._files_told = now.artifacts
 
     async def _keep(self) -> None:
         """Reads the relay's answers; attaches again when it was away."""
@@ -142,11 +190,10 @@ class Attachment:
     async def _read_answers(self, channel: AsyncChannel) -> None:
         try:
             while True:
-                answer = decode_to_engine(await channel.receive())
-                self._answers.put_nowait(answer if isinstance(answer, Denied) else None)
+                self._answers.put_nowait(decode_to_engine(await channel.receive()))
         except (ChannelClosed, msgspec.MsgspecError) as error:
             _log.warning("relay %s: %s", self._relay.address, error)
             self._answers.put_nowait(None)  # nobody shall wait for an answer that cannot come
-            self._answers = asyncio.Queue()
+            self._answers, self._owed = asyncio.Queue(), 0
             if self._channel is channel:
                 self.detach()

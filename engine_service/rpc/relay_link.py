@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError, Unreachable
@@ -16,7 +18,7 @@ from engine_service.rpc.attachment import Attachment
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach
 from relay_service.core.instance import Instance
 from relay_service.core.layout import check
-from relay_service.core.manifest import Manifest
+from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target
 from relay_service.core.patience import Patience
 from relay_service.core.pull_report import PullOptions
@@ -30,6 +32,7 @@ It says so ten times a second.
 """
 TEMPORARY = frozenset({"WrongState", "LeaseEnded", "EpochChanged"})
 """Refusals of a relay that may be over at the next try."""
+_log = logging.getLogger(__name__)
 
 
 class GrpcRelayLink:
@@ -40,6 +43,7 @@ class GrpcRelayLink:
         self._credentials = credentials
         self._relay = RelayClient(address, credentials)
         self._attachment = Attachment(self._relay)
+        self._staging = asyncio.Lock()
 
     async def offers(self) -> list[Instance]:
         """Lists every instance of the fleet."""
@@ -92,6 +96,30 @@ class GrpcRelayLink:
             raise FillFailed("the relay ended the pull without a report")
         return _report(last)
 
+    async def stage(
+        self, descriptors: list[list[int]], options: PullOptions, on_progress: OnProgress
+    ) -> tuple[FillReport, list[Manifest]]:
+        """Has memory filled that is lent for it, beside what serves."""
+        async with self._staging:
+            await self._attachment.lend([fd for rank in descriptors for fd in rank])
+            serves = self._attachment.describe().manifests
+            try:
+                report = await self.pull(options, on_progress)
+                landed = await self.manifests(len(descriptors), staged=True)
+            finally:
+                await self._take_back()
+        _check_staged(report, landed, serves)
+        return report, landed
+
+    async def source_files(self, report: FillReport) -> dict[str, bytes]:
+        """Fetches the small files of the instance that weights came from."""
+        name = report.path[-1].source_instance
+        for source in await self.offers():
+            same = source.weights.digest == report.source_weights_digest
+            if source.instance == name and same:
+                return await self.fetch(source)
+        raise FillFailed(f"{name} has other weights by now, or has gone", source=name)
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; a relay that is dead has done so."""
         now = self._attachment.describe()
@@ -106,12 +134,12 @@ class GrpcRelayLink:
         """Drops the attachment, which is made anew."""
         self._attachment.detach()
 
-    async def manifests(self, ranks: int) -> list[Manifest]:
+    async def manifests(self, ranks: int, *, staged: bool = False) -> list[Manifest]:
         """Returns what has landed, by rank."""
         now = self._attachment.describe()
         try:
             landed = [
-                await self._relay.manifest(now.instance, now.generation, rank)
+                await self._relay.manifest(now.instance, now.generation, rank, staged=staged)
                 for rank in range(ranks)
             ]
         except (ClientError, ValueError) as error:
@@ -124,6 +152,16 @@ class GrpcRelayLink:
         """Detaches."""
         await self._attachment.close()
         await self._relay.close()
+
+    async def _take_back(self) -> None:
+        """Has lent memory given back, or cuts the relay off."""
+        returned = False
+        try:
+            returned = await self.return_mapping()
+        finally:
+            if not returned:
+                _log.warning("the relay did not give lent memory back: what lies there may change")
+                self.detach()
 
     async def _messages(self, options: PullOptions) -> AsyncGenerator[relay_pb2.PullResponse]:
         """Streams a pull. Raises `TimeoutError` when the relay falls silent."""
@@ -140,6 +178,19 @@ def _fill_failed(error: ClientError) -> FillFailed:
     passes = error.code in ("UNAVAILABLE", "NOT_FOUND", "CANCELLED") or error.reason in TEMPORARY
     final = "" if passes else "yes"
     return kind(error.message, **{**error.details, "final": final, "status": error.code})
+
+
+def _check_staged(
+    report: FillReport, landed: Sequence[Manifest], serves: Sequence[Manifest]
+) -> None:
+    """Raises `FillFailed` for manifests that are not of the weights that were announced."""
+    for old, new in zip(serves, landed, strict=True):
+        if difference := old.layout_difference(new):
+            raise FillFailed(f"what was staged lies otherwise than what serves: {difference}")
+    digest = weights_digest(list(landed))
+    announced = digest if report.path[-1].recut else report.source_weights_digest
+    if not digest or {digest} != {report.weights_digest, announced}:
+        raise FillFailed("the relay's manifests are not of the weights that it reports")
 
 
 def _lost(last: relay_pb2.PullResponse | None, reason: str) -> str:

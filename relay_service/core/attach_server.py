@@ -19,6 +19,7 @@ from relay_service.core.attachment import (
     Accepted,
     Attach,
     Denied,
+    Lend,
     Update,
     decode_to_relay,
     encode,
@@ -128,13 +129,7 @@ class AttachServer:
             await asyncio.wait([task])
 
     def _attach(self, channel: AsyncChannel, message: Attach) -> Holding:
-        try:
-            descriptors = channel.take_descriptors(
-                len(message.manifests) * message.descriptors_per_rank
-            )
-        except ChannelClosed as error:
-            raise InvalidRequest(f"{len(message.manifests)} ranks: {error}") from error
-        holding = Holding(message, descriptors, self._map_arena)
+        holding = Holding(message, _take_descriptors(channel, message), self._map_arena)
         try:
             self._holdings.add(holding)
         except RelayError:
@@ -146,11 +141,23 @@ class AttachServer:
 
     async def _follow(self, channel: AsyncChannel, holding: Holding) -> None:
         message = decode_to_relay(await channel.receive())
-        if not isinstance(message, Update):
+        answer: Accepted | Denied = Accepted()
+        if isinstance(message, Lend):
+            descriptors = _take_descriptors(channel, holding.attach)
+            try:
+                holding.lend(descriptors)
+            except RelayError as error:  # what serves, serves on
+                _log.warning("%s cannot lend memory: %s", holding.name, error)
+                answer = Denied(str(error))
+        elif isinstance(message, Update):
+            holding.apply(message)
+            if holding.lent_in_vain:
+                await self._transfers.end(holding)
+                holding.drop_lent()
+            _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
+        else:
             raise InvalidRequest("an instance attaches once per connection")
-        holding.apply(message)
-        _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
-        await channel.send(encode(Accepted()))
+        await channel.send(encode(answer))
 
 
 async def _first_message(channel: AsyncChannel) -> Attach:
@@ -158,6 +165,13 @@ async def _first_message(channel: AsyncChannel) -> Attach:
     if not isinstance(message, Attach):
         raise InvalidRequest("the first message must attach")
     return message
+
+
+def _take_descriptors(channel: AsyncChannel, attach: Attach) -> list[int]:
+    try:
+        return channel.take_descriptors(len(attach.manifests) * attach.descriptors_per_rank)
+    except ChannelClosed as error:
+        raise InvalidRequest(f"{len(attach.manifests)} ranks: {error}") from error
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,19 +1,23 @@
 """What an engine and the relay of its host say on the attachment socket. Plain Python.
 
 The engine sends `Attach` with the descriptors of each rank's arena, then an `Update`
-whenever its state or weights change. The relay answers each with `Accepted` or
-`Denied`. The end of the stream detaches.
+whenever its state or weights change, and `Lend` with those of memory in which new weights
+shall land while it serves. The relay answers each with `Accepted` or `Denied`. The end of
+the stream detaches; a `Lend` that is denied does not end it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 import msgspec
 
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
+from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
+from relay_service.errors import InvalidRequest
 
 ARTIFACT_NAMES = frozenset(
     {
@@ -59,6 +63,16 @@ class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     manifests: tuple[Manifest, ...] = ()
     """Empty when they are as before."""
     probe: bytes = b""
+    artifacts: dict[str, bytes] | None = None
+    """None when they are as before."""
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """Lends memory for one pull, shaped like the arenas; its descriptors come along like theirs.
+
+    It may be sparse: what the relay writes it allocates first. It is given back by
+    `ReturnMapping`, and by a pull that fails.
+    """
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -66,22 +80,26 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
-    """The relay refused the message and closes the socket."""
+    """The relay refused the message, and closes the socket unless that was `Lend`."""
 
     reason: str
 
 
+ToRelay = Attach | Update | Lend
+"""What an engine says."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_to_relay = msgspec.msgpack.Decoder(Attach | Update)
+_to_relay = msgspec.msgpack.Decoder(ToRelay)
 _to_engine = msgspec.msgpack.Decoder(Accepted | Denied)
 
 
-def encode(message: Attach | Update | Accepted | Denied) -> bytes:
+def encode(message: ToRelay | Accepted | Denied) -> bytes:
     """Encodes a message."""
     return _encoder.encode(message)
 
 
-def decode_to_relay(frame: bytes) -> Attach | Update:
+def decode_to_relay(frame: bytes) -> ToRelay:
     """Decodes what an engine sent; raises `msgspec.MsgspecError`."""
     try:
         return _to_relay.decode(frame)
@@ -95,3 +113,22 @@ def decode_to_engine(frame: bytes) -> Accepted | Denied:
         return _to_engine.decode(frame)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
+
+
+def check_attach(attach: Attach, descriptors: int) -> None:
+    """Raises `InvalidRequest` or `ManifestError` for an attachment that contradicts itself."""
+    expected = len(attach.manifests) * attach.descriptors_per_rank
+    if descriptors != expected or not attach.manifests:
+        raise InvalidRequest(f"{len(attach.manifests)} ranks, {descriptors} descriptors")
+    for rank, manifest in enumerate(attach.manifests):
+        if manifest.rank != rank:
+            raise InvalidRequest(f"manifest of rank {manifest.rank} stands at {rank}")
+        check(manifest)
+
+
+def by_sha256(artifacts: dict[str, bytes]) -> dict[str, tuple[str, bytes]]:
+    """Returns names and contents by digest. Raises `InvalidRequest` for what does not travel."""
+    for name, data in artifacts.items():
+        if name not in ARTIFACT_NAMES or len(data) > MAX_ARTIFACT_BYTES:
+            raise InvalidRequest(f"artifact {name[:64]!r} is not one that travels")
+    return {hashlib.sha256(data).hexdigest(): (name, data) for name, data in artifacts.items()}

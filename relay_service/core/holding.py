@@ -5,13 +5,12 @@ Plain Python. A holding outlives its engine while leases read from it.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach, Update
+from relay_service.core.arenas import close_arenas, map_arenas
+from relay_service.core.attachment import Attach, Update, by_sha256, check_attach
 from relay_service.core.instance import (
     Artifact,
     Instance,
@@ -21,8 +20,10 @@ from relay_service.core.instance import (
     verified_digest,
 )
 from relay_service.core.layout import check
+from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Arena, MapArena
+from relay_service.core.readers import Readers
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
 from relay_service.errors import EpochChanged, InvalidRequest, NotFound, Refused, WrongState
@@ -39,12 +40,8 @@ class Holding:
         """
         self._descriptors = descriptors
         self._map_arena = map_arena
-        self._readers: list[Arena] = []
-        self._sequences: list[int] = []
-        """Of each arena, while it holds what its manifest says."""
+        self._readers = Readers(attach.instance)
         self._writers: list[Arena] = []
-        self._reads = 0
-        self._lock = threading.Lock()
         self.attach = attach
         self.model = attach.model
         self.placement = attach.placement
@@ -54,25 +51,24 @@ class Holding:
         self.probe = attach.probe
         self.receivers: list[Receiver] = []
         self.landed = Landed()
+        self.lent: Lent | None = None
         self.detached = False
+        self.artifacts: dict[str, tuple[str, bytes]] = {}
         try:
-            self._check_attach()
+            check_attach(attach, len(descriptors))
             self.apply(
                 Update(
                     model=attach.model,
                     state=attach.state,
                     weights=attach.weights,
                     probe=attach.probe,
+                    artifacts=attach.artifacts,
                 )
             )
         except BaseException:
             self.detached = True
             self.close()
             raise
-        self.artifacts = {
-            hashlib.sha256(data).hexdigest(): (name, data)
-            for name, data in attach.artifacts.items()
-        }
 
     @property
     def name(self) -> str:
@@ -97,26 +93,36 @@ class Holding:
         )  # fmt: skip
 
     def apply(self, update: Update) -> None:
-        """Follows the engine. Raises `Refused` for weights that are not proven."""
+        """Follows the engine. Raises `Refused` for weights that are not proven.
+
+        Then, and when it raises `ManifestError` or `InvalidRequest`, nothing has changed.
+        """
         manifests = list(update.manifests) or self.manifests
         if len(manifests) != len(self.manifests):
             raise InvalidRequest(f"{len(manifests)} manifests for {len(self.manifests)} ranks")
         for old, new in zip(self.manifests, manifests, strict=True):
             check(new)
             # Experts that were moved leave every extent as it is, and make a new epoch.
-            moved = self.state.holds_weights and update.weights.epoch > self.weights.epoch
+            moved = self.state.committed and update.weights.epoch > self.weights.epoch
             compared = old.extent_difference if moved else old.layout_difference
             if difference := compared(new):
                 raise Refused(f"the arena has changed: {difference}")
+        artifacts = self.artifacts if update.artifacts is None else by_sha256(update.artifacts)
         if update.state.holds_weights:
             if self._writers:
                 raise WrongState("the writable mapping has not been returned")
             if not verified_digest(manifests, update.weights.digest):
                 raise Refused("the manifests do not carry the weights that the engine claims")
-            self._readers = self._readers or self._map(writable=False)
+            if self._are_other_weights(update.weights):
+                raise Refused(f"other weights are called epoch {update.weights.epoch} as well")
+            self._readers.map(lambda: self._map(writable=False))
             self.receivers, self.landed = [], Landed()
-        self.manifests, self.probe = manifests, update.probe or self.probe
-        self._follow(update.state, update.weights)
+        self.manifests, self.artifacts = manifests, artifacts
+        self.probe = update.probe or self.probe
+        state, weights = update.state, update.weights
+        known = self.state.holds_weights and weights.epoch == self.weights.epoch
+        self._readers.follow(weights.epoch, news=state.holds_weights and not known)
+        self.state, self.weights = state, weights
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
 
@@ -128,7 +134,8 @@ class Holding:
         """
         if not self.state.fillable or self.detached:
             raise WrongState(
-                f"{self.name} is {self.state}: only a dummy can be filled",
+                f"{self.name} is {self.state}: only a dummy can be filled, "
+                "or memory that one which serves has lent",
                 field="state", expected="DUMMY", found=str(self.state),
             )  # fmt: skip
         if self._writers:
@@ -142,12 +149,39 @@ class Holding:
         ]
         return self.receivers
 
+    def keep(self, manifests: list[Manifest]) -> None:
+        """Takes note of what a pull has landed; the engine asks before it commits."""
+        self.manifests = manifests
+
+    def lend(self, descriptors: list[int]) -> None:
+        """Takes memory for new weights beside those that serve, in place of what was lent before.
+
+        Takes the descriptors over, also when it raises. Raises `WrongState` for an instance
+        that does not serve, or while memory that it lent is filled, and what `Lent` does.
+        """
+        if not self.state.updatable or self.detached or (self.lent and self.lent.filling):
+            for fd in descriptors:
+                os.close(fd)
+            what = "is being filled already" if self.lent else f"is {self.state}"
+            raise WrongState(f"{self.name} {what}", field="state", found=str(self.state))
+        self.drop_lent()
+        self.lent = Lent(descriptors, self.manifests, self._map_arena)
+
+    @property
+    def lent_in_vain(self) -> bool:
+        """Whether other weights serve by now than those beside which memory was lent."""
+        if self.lent is None:
+            return False
+        return not self.state.committed or self.weights.digest != self.lent.serves
+
+    def drop_lent(self) -> int:
+        """Lets go of lent memory; returns how many arenas of it were mapped."""
+        lent, self.lent = self.lent, None
+        return lent.close() if lent else 0
+
     def return_mapping(self) -> int:
-        """Unmaps the arenas for writing; returns how many were mapped."""
-        writers, self._writers = self._writers, []
-        for arena in writers:
-            arena.close()
-        return len(writers)
+        """Unmaps what is mapped for writing, arenas and lent memory; returns how many were."""
+        return close_arenas(self._writers) + self.drop_lent()
 
     @contextmanager
     def reading(self, rank: int, epoch: int) -> Iterator[Arena]:
@@ -156,95 +190,50 @@ class Holding:
         Raises `EpochChanged` when the weights are, or became, others than those
         of `epoch`; that comes before whatever the reader made of the bytes.
         """
-        arena, known = self._begin_read(rank, epoch)
-        before = arena.sequence
-        try:
-            if before % 2 or before != known:  # or was, and we have not heard of it yet
-                raise EpochChanged(f"{self.name} is being updated")
+        with self._readers.reading(rank, epoch) as arena:
             yield arena
-        finally:
-            changed = arena.sequence != before
-            self._end_read()
-            if changed:
-                raise EpochChanged(f"{self.name} was updated while it was read")
 
     def close(self) -> bool:
         """Lets go of memory and descriptors once it is detached and nobody reads.
 
         Returns whether it did.
         """
-        with self._lock:
-            if self._reads or not self.detached:
-                return False
-            self.return_mapping()
-            for arena in self._readers:
-                arena.close()
-            self._readers = []
-            while self._descriptors:
-                os.close(self._descriptors.pop())
+        if not self.detached or not self._readers.close():
+            return False
+        self.return_mapping()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
         return True
 
-    def manifest(self, rank: int) -> Manifest:
-        """Returns one rank's manifest. Raises `NotFound`."""
-        if not 0 <= rank < len(self.manifests):
-            raise NotFound(f"{self.name} has no rank {rank}", field="rank", found=str(rank))
-        return self.manifests[rank]
+    def manifest(self, rank: int, *, staged: bool = False, epoch: int = 0) -> Manifest:
+        """Returns one rank's manifest, or that of what has landed in lent memory.
 
-    def _check_attach(self) -> None:
-        attach = self.attach
-        expected = len(attach.manifests) * attach.descriptors_per_rank
-        if len(self._descriptors) != expected or not attach.manifests:
-            raise InvalidRequest(
-                f"{len(attach.manifests)} ranks, {len(self._descriptors)} descriptors"
-            )
-        for rank, manifest in enumerate(attach.manifests):
-            if manifest.rank != rank:
-                raise InvalidRequest(f"manifest of rank {manifest.rank} stands at {rank}")
-            check(manifest)
-        for name, data in attach.artifacts.items():
-            if name not in ARTIFACT_NAMES or len(data) > MAX_ARTIFACT_BYTES:
-                raise InvalidRequest(f"artifact {name[:64]!r} is not one that travels")
+        Raises `NotFound`, also as long as not all of it has landed, and `EpochChanged` when the
+        weights are others than those of `epoch`; 0 stands for any.
+        """
+        if epoch not in (0, self.weights.epoch):
+            raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
+        manifests = self.manifests
+        if staged:
+            manifests = self.lent.manifests if self.lent else []
+        if not 0 <= rank < len(manifests):
+            what = "has staged nothing for" if staged else "has no"
+            raise NotFound(f"{self.name} {what} rank {rank}", field="rank", found=str(rank))
+        return manifests[rank]
+
+    def _are_other_weights(self, weights: Weights) -> bool:
+        """Whether readers of what was here would be given others, and never told."""
+        same_epoch = self.state.committed and weights.epoch == self.weights.epoch
+        return same_epoch and weights.digest != self.weights.digest
 
     def _map(self, *, writable: bool) -> list[Arena]:
-        mapped: list[Arena] = []
-        each = self.attach.descriptors_per_rank
-        try:
-            for rank, manifest in enumerate(self.manifests):
-                descriptors = self._descriptors[rank * each : (rank + 1) * each]
-                mapped.append(self._map_arena(descriptors, manifest.data_bytes, writable=writable))
-                mapped[-1].check_header()
-        except BaseException:
-            for arena in mapped:
-                arena.close()
-            raise
-        return mapped
-
-    def _follow(self, state: State, weights: Weights) -> None:
-        """Takes state and weights over; what is news of either is what the arenas hold now."""
-        with self._lock:
-            known = self.state.holds_weights and weights.epoch == self.weights.epoch
-            if state.holds_weights and not known:
-                self._sequences = [arena.sequence for arena in self._readers]
-            self.state, self.weights = state, weights
-
-    def _begin_read(self, rank: int, epoch: int) -> tuple[Arena, int]:
-        with self._lock:
-            if not 0 <= rank < len(self._readers):
-                raise NotFound(f"{self.name} has no readable rank {rank}")
-            if self.weights.epoch != epoch:
-                raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
-            self._reads += 1
-            return self._readers[rank], self._sequences[rank]
-
-    def _end_read(self) -> None:
-        with self._lock:
-            self._reads -= 1
+        return map_arenas(self._map_arena, self._descriptors, self.manifests, writable=writable)
 
     def _rank_blocks(self, rank: int) -> RankBlocks:
         manifest = self.manifests[rank]
         blocks = manifest.block_count
-        have = blocks if self.state.holds_weights else 0
+        have = blocks if self.state.committed else 0
         if self.receivers:
             have = self.receivers[rank].blocks_verified
-        digest = manifest.digest if self.state.holds_weights else ""
+        digest = manifest.digest if self.state.committed else ""
         return RankBlocks(rank, have, blocks, manifest.data_bytes, digest)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from relay_service.core.holding import Holding
-from relay_service.core.instance import Instance
+from relay_service.core.instance import Instance, State
 from relay_service.core.leases import Lease, LeaseTable
-from relay_service.errors import Conflict, NotFound, WrongState
+from relay_service.errors import Conflict, EpochChanged, NotFound, WrongState
 
 
 class Holdings:
@@ -28,6 +28,7 @@ class Holdings:
     def detach(self, holding: Holding) -> None:
         """Takes an instance off the list; readers with a lease may finish."""
         holding.detached = True
+        holding.drop_lent()
         if self._attached.get(holding.name) is holding:
             del self._attached[holding.name]
         self._leaving.append(holding)
@@ -72,13 +73,16 @@ class Holdings:
     def acquire(self, name: str, generation: str, epoch: int, digest: str, holder: str) -> Lease:
         """Grants a lease on weights as they were announced.
 
-        Raises `NotFound`, or `WrongState` when the instance holds others by now.
+        Raises `NotFound`, `EpochChanged` when the instance holds others by now or is about to,
+        or `WrongState` when it holds none.
         """
         holding = self.get(name, generation)
+        if holding.state is State.UPDATING:
+            raise EpochChanged(f"{name} is being updated", field="state", found=State.UPDATING)
         if not holding.state.holds_weights:
             raise WrongState(f"{name} is {holding.state}: it holds no complete weights")
         if (holding.weights.epoch, holding.weights.digest) != (epoch, digest):
-            raise WrongState(
+            raise EpochChanged(
                 f"{name} holds other weights by now",
                 field="epoch", expected=str(epoch), found=str(holding.weights.epoch),
             )  # fmt: skip

@@ -34,6 +34,19 @@ class State(StrEnum):
         """Whether the arena holds verified weights that others may read."""
         return self in (State.READY, State.PAUSED, State.DRAINING)
 
+    @property
+    def committed(self) -> bool:
+        """Whether it has had verified weights; while it is `UPDATING` nobody may count on them.
+
+        Who reads then is told by the sequence word of the arena whether they still lie there.
+        """
+        return self.holds_weights or self is State.UPDATING
+
+    @property
+    def updatable(self) -> bool:
+        """Whether new weights may be staged beside those that the arena holds."""
+        return self in (State.READY, State.PAUSED)
+
 
 class RankBlocks(msgspec.Struct, frozen=True):
     """Have-set of one rank."""

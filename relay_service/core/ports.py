@@ -49,8 +49,14 @@ class Arena(Protocol):
 class MapArena(Protocol):
     """Maps the arena behind its descriptors, which stay open and the caller's."""
 
-    def __call__(self, descriptors: Sequence[int], data_bytes: int, *, writable: bool) -> Arena:
-        """Maps. Raises `ManifestError`, `Refused`, `ResourceExhausted` or `DeviceError`."""
+    def __call__(
+        self, descriptors: Sequence[int], data_bytes: int, *, writable: bool, sparse: bool = False
+    ) -> Arena:
+        """Maps. Raises `ManifestError`, `Refused`, `ResourceExhausted` or `DeviceError`.
+
+        Sparse memory is allocated as it is written: `land` and `scatter` raise
+        `ResourceExhausted` when there is none left.
+        """
 
 
 class SourceSession(Protocol):

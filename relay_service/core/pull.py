@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from relay_service.core.instance import Instance, Life
+from relay_service.core.instance import Instance, Life, State
 from relay_service.core.manifest import weights_digest
 from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
 from relay_service.core.ports import Fleet, Transport
@@ -29,6 +29,7 @@ from relay_service.errors import (
     PullTimeout,
     Refused,
     RelayError,
+    ResourceExhausted,
     SourceFailed,
 )
 
@@ -73,7 +74,7 @@ class Puller:
 
         Raises `FormatMismatch` when sources exist and none fits, `NoSource` when
         all that fitted were left, `CorruptBlock` when the last one was left for
-        wrong bytes, `PullTimeout` at the deadline.
+        wrong bytes, `PullTimeout` at the deadline, `ResourceExhausted` where there is no memory.
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
@@ -115,6 +116,8 @@ class Puller:
         """Waits for a source that fits and was not left. Raises when waiting is in vain."""
         while True:
             matches = match(self._target, await self._fleet.instances())
+            # An update that comes to nothing leaves a source as it was: it may be asked again.
+            self._left -= {m.instance.life for m in matches if m.instance.state is State.UPDATING}
             wanted = [m for m in matches if self._is_wanted(m.instance)]
             if not self.report.path:
                 refuse_several_models([m.instance for m in wanted if m.fits])
@@ -167,6 +170,8 @@ class Puller:
             step.reason = "complete"
         except (RelayError, OSError) as error:
             step.reason = self.report.note = str(error)
+            if isinstance(error, ResourceExhausted):
+                raise  # it is this host that has no memory: no other source would help
             self._leave(source, error, gave=self._reader.sum("bytes_landed") > before)
         finally:
             step.bytes_verified = self._reader.sum("bytes_landed") - before

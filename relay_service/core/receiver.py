@@ -20,9 +20,17 @@ class Receiver:
     """Fills one rank's arena with the blocks that a manifest promises."""
 
     def __init__(
-        self, layout: Manifest, arena: Arena, verified: Sequence[bytes] | None = None
+        self,
+        layout: Manifest,
+        arena: Arena,
+        verified: Sequence[bytes] | None = None,
+        beside: Manifest | None = None,
     ) -> None:
-        """Takes up where another receiver of this arena ended, given its `verified`."""
+        """Takes up where another receiver of this arena ended, given its `verified`.
+
+        What shall land may lie already in another arena `beside` this one: such blocks count
+        as verified, and do not come.
+        """
         self.layout = layout
         self.bytes_moved = 0
         self.bytes_reread = 0
@@ -36,6 +44,7 @@ class Receiver:
         """Blocks that came and did not match their digest."""
         self._arena = arena
         self._expected: Manifest | None = None
+        self._beside = beside or layout.without_digests()
         self.verified = list(verified or [b""] * layout.block_count)
         """Digest of each block that has landed; empty for a missing one."""
         self._lock = threading.Lock()
@@ -49,7 +58,9 @@ class Receiver:
         kept = 0
         self.bytes_verified = 0
         for index, digest in enumerate(self.verified):
-            if digest and digest == manifest.block_digest(index):
+            wanted = manifest.block_digest(index)
+            if wanted and wanted in (digest, self._beside.block_digest(index)):
+                self.verified[index] = wanted
                 kept += 1
                 self.bytes_verified += manifest.block(index).nbytes
             else:

@@ -10,12 +10,14 @@ from contextvars import copy_context
 from dataclasses import dataclass
 
 from relay_service.core.holding import Holding
+from relay_service.core.lent import Lent
 from relay_service.core.logs import fields, transfer_id
 from relay_service.core.match import Target
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions, PullReport
 from relay_service.core.tally import Tally
+from relay_service.errors import InvalidRequest
 
 _log = logging.getLogger(__name__)
 
@@ -62,15 +64,21 @@ class Transfers:
         self._ended_tally = Tally()
 
     def start(self, holding: Holding, options: PullOptions) -> Transfer:
-        """Starts to fill a holding. Raises `WrongState` or `ConfigError` before a byte moves."""
-        target = Target(holding.name, holding.attach.format, holding.attach.placement)
+        """Starts to fill a holding, or the memory that it has lent.
+
+        Raises `WrongState`, `InvalidRequest` or `ConfigError` before a byte moves.
+        """
+        if options.source_instance == holding.name != holding.model:
+            raise InvalidRequest(f"{holding.name} cannot be its own source", field="from")
+        target = Target(holding.name, holding.attach.format, holding.placement)
         # Checked first: a refused pull must not leave the arenas mapped for writing.
         Puller(target, [], self._fleet, self._transports, options)
-        receivers = holding.open_receivers()
-        puller = Puller(target, receivers, self._fleet, self._transports, options, holding.landed)
+        space = holding.lent or holding
+        receivers = space.open_receivers()
+        puller = Puller(target, receivers, self._fleet, self._transports, options, space.landed)
         name, context = secrets.token_hex(6), copy_context()
         context.run(transfer_id.set, name)
-        running = self._run(holding, puller)
+        running = self._run(space, puller)
         task = asyncio.get_running_loop().create_task(running, context=context)
         transfer = Transfer(name, holding, puller, task, time.monotonic())
         self.running.append(transfer)
@@ -94,16 +102,15 @@ class Transfers:
                 transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
-    async def _run(self, holding: Holding, puller: Puller) -> PullReport:
+    async def _run(self, space: Holding | Lent, puller: Puller) -> PullReport:
         report = await puller.run()
-        # The engine asks for them before it commits.
-        holding.manifests = [receiver.manifest() for receiver in puller.receivers]
+        space.keep([receiver.manifest() for receiver in puller.receivers])
         return report
 
     def _ended(self, transfer: Transfer) -> None:
         self.running.remove(transfer)
         if transfer.task.cancelled() or transfer.task.exception():
-            # Nothing writes any more; the engine may load from disk instead. Done here,
+            # Nothing writes any more; the engine may take other weights instead. Done here,
             # since a task that is cancelled before its first step runs none of its code.
             transfer.holding.return_mapping()
         outcome = transfer.outcome

@@ -105,10 +105,13 @@ def _seals(fd: int) -> int:
 class HostArena:
     """One mapping of an arena: a header page, then the data."""
 
-    def __init__(self, fd: int, data_bytes: int, *, writable: bool, address: int = 0) -> None:
+    def __init__(
+        self, fd: int, data_bytes: int, *, writable: bool, address: int = 0, populate: bool = True
+    ) -> None:
         """Maps `fd`. Raises `ManifestError` for memory that is, or may become, too small.
 
-        With `address` the mapping replaces whatever is mapped there.
+        With `address` the mapping replaces whatever is mapped there. Memory of which not all is
+        allocated must not be populated: that would allocate it.
         """
         size = HEADER_BYTES + data_bytes
         if os.fstat(fd).st_size < size:
@@ -117,7 +120,8 @@ class HostArena:
             # Reading what its owner has cut off would be a SIGBUS.
             raise ManifestError("the memory of an arena must be sealed against shrinking")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | (0x10 if address else 0)  # MAP_FIXED
+        flags = mmap.MAP_SHARED | (0x10 if address else 0)  # MAP_FIXED
+        flags |= mmap.MAP_POPULATE if populate else 0
         mapped = _libc.mmap(address or None, size, protection, flags, fd, 0)
         if mapped == _MAP_FAILED or mapped is None:
             error = ctypes.get_errno()

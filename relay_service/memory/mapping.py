@@ -9,14 +9,21 @@ from collections.abc import Sequence
 
 from relay_service.core.ports import Arena
 from relay_service.memory.host import HostArena
+from relay_service.memory.sparse import SparseArena
 
 
-def map_arena(descriptors: Sequence[int], data_bytes: int, *, writable: bool) -> Arena:
+def map_arena(
+    descriptors: Sequence[int], data_bytes: int, *, writable: bool, sparse: bool = False
+) -> Arena:
     """Maps an arena; its descriptors stay open and the caller's.
+
+    One in sparse host memory is writable, and allocated as it is written. A device has none.
 
     Raises `ManifestError`, `Refused`, `ResourceExhausted`, and `DeviceError` where there is
     no CUDA driver.
     """
+    if len(descriptors) == 1 and sparse:
+        return SparseArena(descriptors[0], data_bytes)
     if len(descriptors) == 1:
         return HostArena(descriptors[0], data_bytes, writable=writable)
     from relay_service.memory import cuda, cuda_driver

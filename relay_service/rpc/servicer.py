@@ -120,7 +120,8 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         """Pages through one rank's manifest."""
         del context
         holding = self._holdings.get(request.instance, request.generation)
-        for page in convert.manifest_pages(holding.manifest(request.rank)):
+        manifest = holding.manifest(request.rank, staged=request.staged, epoch=request.epoch)
+        for page in convert.manifest_pages(manifest):
             yield page
 
     @streams

@@ -51,14 +51,14 @@ class GrpcTransport:
         return ""
 
     async def open(self, source: Instance, holder: str) -> GrpcSession:
-        """Takes a lease for `holder`. Raises `SourceFailed` or `WrongState`."""
+        """Takes a lease for `holder`. Raises `SourceFailed` or `EpochChanged`."""
         relay = RelayClient(source.address, self._credentials)
         try:
             lease, probe = await relay.acquire_lease(source, holder)
         except BaseException as error:
             await relay.close()
             if isinstance(error, ClientError):
-                raise SourceFailed(str(error), **error.details) from error
+                raise _kind_of(error)(str(error), **error.details) from error
             raise
         return GrpcSession(relay, source, lease, probe)
 
@@ -75,9 +75,12 @@ class GrpcSession:
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
         try:
-            return await self._relay.manifest(self._source.instance, self._source.generation, rank)
+            source = self._source
+            return await self._relay.manifest(
+                source.instance, source.generation, rank, epoch=source.weights.epoch
+            )
         except (ClientError, ValueError) as error:
-            raise SourceFailed(str(error)) from error
+            raise _kind_of(error)(str(error)) from error
 
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded; empty where it has none."""
@@ -176,5 +179,9 @@ def _translated(error: BaseException, source: Instance) -> BaseException:
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     failed = ClientError.of(error, source.address)
+    return _kind_of(failed)(str(failed))
+
+
+def _kind_of(error: ClientError | ValueError) -> type[RelayError]:
     kinds = {"EpochChanged": EpochChanged, "LeaseEnded": LeaseEnded}
-    return kinds.get(failed.reason, SourceFailed)(str(failed))
+    return kinds.get(error.reason, SourceFailed) if isinstance(error, ClientError) else SourceFailed

@@ -60,7 +60,7 @@ class ShmSession:
 
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
-        return self._holding.manifest(rank)
+        return self._holding.manifest(rank, epoch=self._lease.epoch)
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Copies blocks, in batches and on threads of their own."""

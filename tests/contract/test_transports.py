@@ -13,6 +13,7 @@ from fakes import (
     same_weights,
 )
 
+from relay_service.core.attachment import Update
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.rate import TokenBucket
@@ -175,7 +176,7 @@ def odd_sequence(case) -> None:
 def next_epoch(case) -> None:
     """Has the relay hear of a commit."""
     weights = Weights("v2", case.record.weights.digest, 2)
-    case.relay.holdings.get("seed").weights = weights
+    case.relay.holdings.get("seed").apply(Update(state=State.READY, weights=weights))
 
 
 @pytest.mark.parametrize("change", [odd_sequence, next_epoch])

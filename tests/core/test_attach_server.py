@@ -14,6 +14,7 @@ import pytest
 from fakes import (
     PROBE,
     FakeEngine,
+    LentMemory,
     Memory,
     attach_message,
     eventually,
@@ -32,7 +33,7 @@ from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
 from relay_service.core.transfers import Transfers
-from relay_service.errors import ConfigError, WrongState
+from relay_service.errors import ConfigError, CorruptBlock, WrongState
 from relay_service.memory.mapping import map_arena
 from relay_service.transports.shm import ShmTransport
 
@@ -221,6 +222,83 @@ async def test_a_false_update_is_denied(relay, fields, words):
     assert words in answer.reason
     await assert_closed(seed)
     await eventually(lambda: relay.attached() == [])
+
+
+async def test_lending_memory(relay):
+    """A serving instance lends memory; what is refused of it leaves the instance attached."""
+    seed, lent = await relay.seed(), LentMemory([LAYOUT])
+    holding = relay.holdings.get("seed")
+    for _ in range(2):
+        assert await seed.lend(lent.descriptors) == Accepted()
+    small = LentMemory([lay_out_bytes([1])])
+    answer = await seed.lend(small.descriptors)
+    assert isinstance(answer, Denied)
+    assert "manifest needs" in answer.reason
+    assert holding.lent is None
+    assert await seed.lend(lent.descriptors) == Accepted()
+    assert relay.holdings.get("seed") is holding
+    seed.leave()
+    await eventually(lambda: holding.lent is None)
+    small.close()
+    lent.close()
+
+
+async def test_a_dummy_lends_nothing(relay):
+    """Memory of who does not serve is refused; the dummy can be filled as before."""
+    await relay.seed()
+    target, lent = await relay.dummy(), LentMemory([LAYOUT])
+    assert await target.lend(lent.descriptors) == Denied("target is DUMMY")
+    lent.close()
+    await relay.transfers.start(relay.holdings.get("target"), PullOptions()).task
+    assert same_weights(LAYOUT, target.memory.contents(), DATA)
+
+
+async def test_lending_without_memory(relay):
+    """What nobody can make sense of any more ends the connection."""
+    seed = await relay.seed()
+    answer = await seed.lend([])
+    assert isinstance(answer, Denied)
+    assert "1 ranks: 1 descriptors expected" in answer.reason
+    await assert_closed(seed)
+    await eventually(lambda: relay.attached() == [])
+
+
+async def test_a_failed_staging_gives_memory_back(relay):
+    """Once a pull into lent memory has failed nothing of it is left, whether or not one asks."""
+    source = relay.engine("new", random_bytes(LAYOUT, 5))
+    await source.attach(relay.path)
+    source.memory.arenas[0].land(0, b"wrong")
+    seed, lent, before = await relay.seed(), LentMemory([LAYOUT]), resources()
+    await seed.lend(lent.descriptors)
+    holding = relay.holdings.get("seed")
+    with pytest.raises(CorruptBlock):
+        await relay.transfers.start(holding, PullOptions()).task
+    await eventually(lambda: holding.lent is None)
+    assert resources() == before
+    with pytest.raises(WrongState, match="only a dummy"):
+        relay.transfers.start(holding, PullOptions())
+    lent.close()
+
+
+async def test_staging_ends_when_other_weights_serve(relay):
+    """A pull beside weights that are no more has ended before the engine hears the answer."""
+    source = relay.engine("new", random_bytes(LAYOUT, 5))
+    await source.attach(relay.path)
+    seed, lent = await relay.seed(), LentMemory([LAYOUT])
+    await seed.lend(lent.descriptors)
+    holding = relay.holdings.get("seed")
+    transfer = relay.transfers.start(holding, SLOW)
+    await eventually(lambda: transfer.puller.blocks_landed)
+    seed.memory.fill([random_bytes(LAYOUT, 6)])
+    for arena in seed.memory.arenas:
+        arena.sequence += 2
+    await seed.commit(seed.memory.manifests, "v2", 2)
+    assert transfer.task.cancelled()
+    assert (holding.lent, relay.transfers.running) == (None, [])
+    assert await seed.lend(lent.descriptors) == Accepted()
+    report = await relay.transfers.start(holding, PullOptions(source_instance="new")).task
+    assert report.weights_digest == source.memory.digest
+    lent.close()
 
 
 async def test_an_engine_that_leaves_at_once(relay):

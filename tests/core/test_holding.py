@@ -426,7 +426,7 @@ def test_a_lease_is_on_weights_as_announced(host, epoch, digest):
     """A lease on weights that the instance does not hold is refused."""
     seed = host.seed()
     digest = seed.weights.digest if digest is None else digest
-    with pytest.raises(WrongState, match="holds other weights by now"):
+    with pytest.raises(EpochChanged, match="holds other weights by now"):
         host.holdings.acquire("seed", "", epoch, digest, "target")
 
 

@@ -418,6 +418,23 @@ async def test_a_source_that_is_updated():
     assert filling.path == [("seed", "seed is at epoch 2"), ("seed", "complete")]
 
 
+async def test_an_update_of_the_source_that_comes_to_nothing():
+    """A source that is back with the weights that it had is asked for the rest of them."""
+    seed = source("seed")
+    filling = Pull(seed)
+    seed.open_error = EpochChanged("seed is being updated")
+    running = asyncio.create_task(filling.run())
+    await eventually(lambda: filling.puller.report.path and filling.puller.report.path[-1].reason)
+    asked = filling.fleet.asked
+    filling.fleet.known = [replace(seed.record, state=State.UPDATING)]
+    await eventually(lambda: filling.fleet.asked > asked + 2)
+    seed.open_error = None
+    filling.fleet.known = [seed.record]
+    await running
+    filling.assert_filled()
+    assert filling.path == [("seed", "seed is being updated"), ("seed", "complete")]
+
+
 async def test_a_source_that_only_claims_to_be_updated(monkeypatch):
     """A source of which no news comes is left in the end, with that reason."""
     monkeypatch.setattr(pull, "EXPIRY_SECONDS", 0.05)

@@ -6,6 +6,7 @@ from fakes import Memory, same_weights, verified
 from test_relay_pull import pull
 
 from clients.errors import CallFailed
+from relay_service.core.attachment import Accepted
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.errors import DeviceError
 from relay_service.memory import cuda, cuda_driver
@@ -84,6 +85,30 @@ async def test_nothing_is_left_on_the_device(fleet, driver):
     engine.close()
     await fleet.stop(relay)
     assert not +driver.live
+
+
+async def test_staging_beside_an_arena_on_a_device(fleet, driver):
+    """What differs lands in device memory that was lent, and all of that is given back."""
+    relay = await fleet.relay()
+    data = bytearray(fleet.data)
+    data[BLOCK_BYTES // 2] ^= 1
+    new = await fleet.engine(relay, "new", bytes(data))
+    memory = DeviceMemory(driver, [fleet.layout], [fleet.data])
+    memory.seal()
+    target = await fleet.engine(relay, "target", memory=memory, descriptors_per_rank=2)
+    lent = DeviceMemory(driver, [fleet.layout])
+    before = +driver.live
+    assert await target.lend(lent.descriptors) == Accepted()
+    client = fleet.client(relay)
+    *_, last = await pull(client, source_instance="new")
+    assert last.report.bytes_moved == fleet.layout.block(0).nbytes
+    assert await client.manifest("target", "", 0, staged=True) == new.memory.manifests[0]
+    assert await client.return_mapping("target", "", 10) == 1
+    assert +driver.live == before
+    block = fleet.layout.block(0)
+    assert lent.contents()[: block.nbytes] == data[: block.nbytes]
+    assert same_weights(fleet.layout, memory.contents(), fleet.data)
+    lent.close()
 
 
 async def test_a_copy_that_fails_fails_the_pull(fleet, driver):

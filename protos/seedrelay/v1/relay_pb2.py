@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from seedrelay.v1 import weights_pb2 as seedrelay_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18seedrelay/v1/relay.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aseedrelay/v1/weights.proto\"\x16\n\x14GetAttachmentRequest\"F\n\x15GetAttachmentResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\"d\n\nRankBlocks\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bhave_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xf6\x02\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x06\x66ormat\x18\x05 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.seedrelay.v1.RankBlocks\x12)\n\tartifacts\x18\x0b \x03(\x0b\x32\x16.seedrelay.v1.Artifact\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\x12\x13\n\x0blease_count\x18\r \x01(\x05\"g\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12)\n\tinstances\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.Instance\"=\n\x10\x41nnounceResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x12ListSourcesRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x06\x66ormat\x18\x02 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x19\n\x11without_directory\x18\x04 \x01(\x08\"_\n\x06Source\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.seedrelay.v1.Instance\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05recut\x18\x04 \x01(\t\"<\n\x13ListSourcesResponse\x12%\n\x07sources\x18\x01 \x03(\x0b\x32\x14.seedrelay.v1.Source\"\x17\n\x15GetRelayStatusRequest\"\\\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\"\xde\x01\n\x16GetRelayStatusResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x1b\n\x13\x64irectory_reachable\x18\x04 \x01(\x08\x12)\n\tinstances\x18\x05 \x03(\x0b\x32\x16.seedrelay.v1.Instance\x12)\n\ttransfers\x18\x06 \x03(\x0b\x32\x16.seedrelay.v1.Transfer\x12\x13\n\x0blease_count\x18\x07 \x01(\x05\"H\n\x12GetManifestRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\"R\n\x13GetManifestResponse\x12\x12\n\ndata_bytes\x18\x01 \x01(\x03\x12\'\n\x05units\x18\x02 \x03(\x0b\x32\x18.seedrelay.v1.WeightUnit\"$\n\x12GetArtifactRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"#\n\x13GetArtifactResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x84\x01\n\x13\x41\x63quireLeaseRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0e\n\x06holder\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\"_\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05lease\x18\x01 \x01(\t\x12)\n\x06\x65xpiry\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05probe\x18\x03 \x01(\x0c\"\"\n\x11RenewLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"?\n\x12RenewLeaseResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"K\n\x0bPullRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x07options\x18\x02 \x01(\x0b\x32\x19.seedrelay.v1.PullOptions\"u\n\x0cPullResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x18.seedrelay.v1.PullReport\x12\r\n\x05probe\x18\x03 \x01(\x0c\"<\n\x14ReturnMappingRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"/\n\x15ReturnMappingResponse\x12\x16\n\x0eunmapped_count\x18\x01 \x01(\x05\"@\n\x11ReadBlocksRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x03\"@\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xaa\x07\n\x0cRelayService\x12X\n\rGetAttachment\x12\".seedrelay.v1.GetAttachmentRequest\x1a#.seedrelay.v1.GetAttachmentResponse\x12I\n\x08\x41nnounce\x12\x1d.seedrelay.v1.AnnounceRequest\x1a\x1e.seedrelay.v1.AnnounceResponse\x12R\n\x0bListSources\x12 .seedrelay.v1.ListSourcesRequest\x1a!.seedrelay.v1.ListSourcesResponse\x12[\n\x0eGetRelayStatus\x12#.seedrelay.v1.GetRelayStatusRequest\x1a$.seedrelay.v1.GetRelayStatusResponse\x12T\n\x0bGetManifest\x12 .seedrelay.v1.GetManifestRequest\x1a!.seedrelay.v1.GetManifestResponse0\x01\x12T\n\x0bGetArtifact\x12 .seedrelay.v1.GetArtifactRequest\x1a!.seedrelay.v1.GetArtifactResponse0\x01\x12U\n\x0c\x41\x63quireLease\x12!.seedrelay.v1.AcquireLeaseRequest\x1a\".seedrelay.v1.AcquireLeaseResponse\x12O\n\nRenewLease\x12\x1f.seedrelay.v1.RenewLeaseRequest\x1a .seedrelay.v1.RenewLeaseResponse\x12U\n\x0cReleaseLease\x12!.seedrelay.v1.ReleaseLeaseRequest\x1a\".seedrelay.v1.ReleaseLeaseResponse\x12?\n\x04Pull\x12\x19.seedrelay.v1.PullRequest\x1a\x1a.seedrelay.v1.PullResponse0\x01\x12X\n\rReturnMapping\x12\".seedrelay.v1.ReturnMappingRequest\x1a#.seedrelay.v1.ReturnMappingResponse2a\n\x0c\x42lockService\x12Q\n\nReadBlocks\x12\x1f.seedrelay.v1.ReadBlocksRequest\x1a .seedrelay.v1.ReadBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18seedrelay/v1/relay.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aseedrelay/v1/weights.proto\"\x16\n\x14GetAttachmentRequest\"F\n\x15GetAttachmentResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\"d\n\nRankBlocks\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bhave_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xf6\x02\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x06\x66ormat\x18\x05 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.seedrelay.v1.RankBlocks\x12)\n\tartifacts\x18\x0b \x03(\x0b\x32\x16.seedrelay.v1.Artifact\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\x12\x13\n\x0blease_count\x18\r \x01(\x05\"g\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12)\n\tinstances\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.Instance\"=\n\x10\x41nnounceResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x12ListSourcesRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x06\x66ormat\x18\x02 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x19\n\x11without_directory\x18\x04 \x01(\x08\"_\n\x06Source\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.seedrelay.v1.Instance\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05recut\x18\x04 \x01(\t\"<\n\x13ListSourcesResponse\x12%\n\x07sources\x18\x01 \x03(\x0b\x32\x14.seedrelay.v1.Source\"\x17\n\x15GetRelayStatusRequest\"\\\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\"\xde\x01\n\x16GetRelayStatusResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x1b\n\x13\x64irectory_reachable\x18\x04 \x01(\x08\x12)\n\tinstances\x18\x05 \x03(\x0b\x32\x16.seedrelay.v1.Instance\x12)\n\ttransfers\x18\x06 \x03(\x0b\x32\x16.seedrelay.v1.Transfer\x12\x13\n\x0blease_count\x18\x07 \x01(\x05\"g\n\x12GetManifestRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06staged\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\"R\n\x13GetManifestResponse\x12\x12\n\ndata_bytes\x18\x01 \x01(\x03\x12\'\n\x05units\x18\x02 \x03(\x0b\x32\x18.seedrelay.v1.WeightUnit\"$\n\x12GetArtifactRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"#\n\x13GetArtifactResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x84\x01\n\x13\x41\x63quireLeaseRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0e\n\x06holder\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\"_\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05lease\x18\x01 \x01(\t\x12)\n\x06\x65xpiry\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05probe\x18\x03 \x01(\x0c\"\"\n\x11RenewLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"?\n\x12RenewLeaseResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"K\n\x0bPullRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x07options\x18\x02 \x01(\x0b\x32\x19.seedrelay.v1.PullOptions\"u\n\x0cPullResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x18.seedrelay.v1.PullReport\x12\r\n\x05probe\x18\x03 \x01(\x0c\"<\n\x14ReturnMappingRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"/\n\x15ReturnMappingResponse\x12\x16\n\x0eunmapped_count\x18\x01 \x01(\x05\"@\n\x11ReadBlocksRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x03\"@\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xaa\x07\n\x0cRelayService\x12X\n\rGetAttachment\x12\".seedrelay.v1.GetAttachmentRequest\x1a#.seedrelay.v1.GetAttachmentResponse\x12I\n\x08\x41nnounce\x12\x1d.seedrelay.v1.AnnounceRequest\x1a\x1e.seedrelay.v1.AnnounceResponse\x12R\n\x0bListSources\x12 .seedrelay.v1.ListSourcesRequest\x1a!.seedrelay.v1.ListSourcesResponse\x12[\n\x0eGetRelayStatus\x12#.seedrelay.v1.GetRelayStatusRequest\x1a$.seedrelay.v1.GetRelayStatusResponse\x12T\n\x0bGetManifest\x12 .seedrelay.v1.GetManifestRequest\x1a!.seedrelay.v1.GetManifestResponse0\x01\x12T\n\x0bGetArtifact\x12 .seedrelay.v1.GetArtifactRequest\x1a!.seedrelay.v1.GetArtifactResponse0\x01\x12U\n\x0c\x41\x63quireLease\x12!.seedrelay.v1.AcquireLeaseRequest\x1a\".seedrelay.v1.AcquireLeaseResponse\x12O\n\nRenewLease\x12\x1f.seedrelay.v1.RenewLeaseRequest\x1a .seedrelay.v1.RenewLeaseResponse\x12U\n\x0cReleaseLease\x12!.seedrelay.v1.ReleaseLeaseRequest\x1a\".seedrelay.v1.ReleaseLeaseResponse\x12?\n\x04Pull\x12\x19.seedrelay.v1.PullRequest\x1a\x1a.seedrelay.v1.PullResponse0\x01\x12X\n\rReturnMapping\x12\".seedrelay.v1.ReturnMappingRequest\x1a#.seedrelay.v1.ReturnMappingResponse2a\n\x0c\x42lockService\x12Q\n\nReadBlocks\x12\x1f.seedrelay.v1.ReadBlocksRequest\x1a .seedrelay.v1.ReadBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,39 +58,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRELAYSTATUSRESPONSE']._serialized_start=1274
   _globals['_GETRELAYSTATUSRESPONSE']._serialized_end=1496
   _globals['_GETMANIFESTREQUEST']._serialized_start=1498
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1570
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1572
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1654
-  _globals['_GETARTIFACTREQUEST']._serialized_start=1656
-  _globals['_GETARTIFACTREQUEST']._serialized_end=1692
-  _globals['_GETARTIFACTRESPONSE']._serialized_start=1694
-  _globals['_GETARTIFACTRESPONSE']._serialized_end=1729
-  _globals['_ACQUIRELEASEREQUEST']._serialized_start=1732
-  _globals['_ACQUIRELEASEREQUEST']._serialized_end=1864
-  _globals['_ACQUIRELEASERESPONSE']._serialized_start=1866
-  _globals['_ACQUIRELEASERESPONSE']._serialized_end=1961
-  _globals['_RENEWLEASEREQUEST']._serialized_start=1963
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1997
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1999
-  _globals['_RENEWLEASERESPONSE']._serialized_end=2062
-  _globals['_RELEASELEASEREQUEST']._serialized_start=2064
-  _globals['_RELEASELEASEREQUEST']._serialized_end=2100
-  _globals['_RELEASELEASERESPONSE']._serialized_start=2102
-  _globals['_RELEASELEASERESPONSE']._serialized_end=2124
-  _globals['_PULLREQUEST']._serialized_start=2126
-  _globals['_PULLREQUEST']._serialized_end=2201
-  _globals['_PULLRESPONSE']._serialized_start=2203
-  _globals['_PULLRESPONSE']._serialized_end=2320
-  _globals['_RETURNMAPPINGREQUEST']._serialized_start=2322
-  _globals['_RETURNMAPPINGREQUEST']._serialized_end=2382
-  _globals['_RETURNMAPPINGRESPONSE']._serialized_start=2384
-  _globals['_RETURNMAPPINGRESPONSE']._serialized_end=2431
-  _globals['_READBLOCKSREQUEST']._serialized_start=2433
-  _globals['_READBLOCKSREQUEST']._serialized_end=2497
-  _globals['_READBLOCKSRESPONSE']._serialized_start=2499
-  _globals['_READBLOCKSRESPONSE']._serialized_end=2563
-  _globals['_RELAYSERVICE']._serialized_start=2566
-  _globals['_RELAYSERVICE']._serialized_end=3504
-  _globals['_BLOCKSERVICE']._serialized_start=3506
-  _globals['_BLOCKSERVICE']._serialized_end=3603
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1601
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1603
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1685
+  _globals['_GETARTIFACTREQUEST']._serialized_start=1687
+  _globals['_GETARTIFACTREQUEST']._serialized_end=1723
+  _globals['_GETARTIFACTRESPONSE']._serialized_start=1725
+  _globals['_GETARTIFACTRESPONSE']._serialized_end=1760
+  _globals['_ACQUIRELEASEREQUEST']._serialized_start=1763
+  _globals['_ACQUIRELEASEREQUEST']._serialized_end=1895
+  _globals['_ACQUIRELEASERESPONSE']._serialized_start=1897
+  _globals['_ACQUIRELEASERESPONSE']._serialized_end=1992
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1994
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2028
+  _globals['_RENEWLEASERESPONSE']._serialized_start=2030
+  _globals['_RENEWLEASERESPONSE']._serialized_end=2093
+  _globals['_RELEASELEASEREQUEST']._serialized_start=2095
+  _globals['_RELEASELEASEREQUEST']._serialized_end=2131
+  _globals['_RELEASELEASERESPONSE']._serialized_start=2133
+  _globals['_RELEASELEASERESPONSE']._serialized_end=2155
+  _globals['_PULLREQUEST']._serialized_start=2157
+  _globals['_PULLREQUEST']._serialized_end=2232
+  _globals['_PULLRESPONSE']._serialized_start=2234
+  _globals['_PULLRESPONSE']._serialized_end=2351
+  _globals['_RETURNMAPPINGREQUEST']._serialized_start=2353
+  _globals['_RETURNMAPPINGREQUEST']._serialized_end=2413
+  _globals['_RETURNMAPPINGRESPONSE']._serialized_start=2415
+  _globals['_RETURNMAPPINGRESPONSE']._serialized_end=2462
+  _globals['_READBLOCKSREQUEST']._serialized_start=2464
+  _globals['_READBLOCKSREQUEST']._serialized_end=2528
+  _globals['_READBLOCKSRESPONSE']._serialized_start=2530
+  _globals['_READBLOCKSRESPONSE']._serialized_end=2594
+  _globals['_RELAYSERVICE']._serialized_start=2597
+  _globals['_RELAYSERVICE']._serialized_end=3535
+  _globals['_BLOCKSERVICE']._serialized_start=3537
+  _globals['_BLOCKSERVICE']._serialized_end=3634
 # @@protoc_insertion_point(module_scope)

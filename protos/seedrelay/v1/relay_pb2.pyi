@@ -145,14 +145,18 @@ class GetRelayStatusResponse(_message.Message):
     def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("instance", "generation", "rank")
+    __slots__ = ("instance", "generation", "rank", "staged", "epoch")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     rank: int
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    staged: bool
+    epoch: int
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., rank: _Optional[int] = ..., staged: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
     __slots__ = ("data_bytes", "units")

@@ -177,6 +177,10 @@ class RelayServiceServicer:
         message carries the report. Blocks that fail their digest are read again
         or taken from another source, and never count as landed.
 
+        Of an instance that serves, memory that it lent for one pull is filled
+        instead, with just those blocks that differ from what it holds. A pull that
+        fails gives that memory back.
+
         (-- aip.dev/not-precedent: progress is streamed instead of returning a
         long-running operation, since the caller stays for the whole pull. --)
 
@@ -189,8 +193,9 @@ class RelayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReturnMapping(self, request, context):
-        """Unmaps the writable arenas of an instance. Once this returns, this relay
-        cannot change the instance's weights any more.
+        """Unmaps the writable arenas of an instance, and memory that it lent. Once
+        this returns, this relay cannot change the instance's weights any more, nor
+        those that it has staged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
