@@ -131,11 +131,13 @@ def _contents(
         if entry.alias or not hit or (expected and expected[entry.name] == found[entry.name]):
             continue
         unexplained.difference_update(hit)
-        both, shared = differing[hit[0]], min(_sharing(mine, number) for number in hit)
+        # One that it shares may differ because of another tensor.
+        shared, number = min((_sharing(mine, number), number) for number in hit)
+        both = differing[number]
         what = f"{words}, or those of {shared} others in its block" if shared else words
         if expected:
             both, what = (expected[entry.name], found[entry.name]), words
-        yield _difference(pair, hit[0], entry.name, what, both)
+        yield _difference(pair, number, entry.name, what, both)
     for number in sorted(unexplained):
         what = f"{words}, between the tensors of {mine.name}"
         yield _difference(pair, number, "", what, differing[number])
