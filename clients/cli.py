@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from clients import cli_compile, cli_experts, cli_model, cli_pause, cli_serve, cli_show, report
+from clients import (
+    cli_check,
+    cli_compile,
+    cli_experts,
+    cli_model,
+    cli_pause,
+    cli_serve,
+    cli_show,
+    report,
+)
 from clients.cli_run import Failure, run, say
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
@@ -51,6 +60,7 @@ app.command("engine")(cli_serve.engine)
 app.command("relay")(cli_serve.relay)
 for name, command in cli_pause.COMMANDS.items():
     app.command(name)(command)
+app.command("check")(cli_check.check)
 cli_model.app.command("compile")(cli_compile.compile_model)
 app.add_typer(cli_model.app, name="model")
 app.add_typer(cli_experts.app, name="experts")

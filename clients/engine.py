@@ -137,6 +137,17 @@ class EngineClient:
         done = await self._call(self._stub.SetExpertMap, request, timeout)
         return done
 
+    async def check(
+        self, request: engine_pb2.CheckWeightsRequest, timeout: float | None = None
+    ) -> engine_pb2.CheckWeightsResponse:
+        """Compares what lies in memory with what it should be, or was, or another one holds."""
+        try:
+            response = await self._stub.CheckWeights(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise ClientError.of(error, self.address) from error
+        found: engine_pb2.CheckWeightsResponse = response
+        return found
+
     async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
         """Yields the state now and at every change."""
         async for response in self._stream(self._stub.WatchStatus(engine_pb2.WatchStatusRequest())):

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
+from engine_service.core.check_report import CheckReport
 from engine_service.core.engine import Engine
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
@@ -79,6 +80,8 @@ class Instance:
         """By rank, of weights from disk."""
         self.filling: FillProgress | None = None
         """How far a fill is, while there is one."""
+        self.last_check: CheckReport | None = None
+        """What was found when the weights were last checked, if ever."""
         self.lent = False
         """Whether a relay was asked to write into the arenas, and may still be able to."""
         self._open_link = open_link

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine_service.core.check_messages import CheckCommand, CheckReply
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.expert_messages import ExpertCommand, ExpertReply
 from engine_service.core.load_report import LoadReport
@@ -227,11 +228,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-    | TrimMemory | ExpertCommand | StagingCommand | ApplyUpdate
+    | TrimMemory | ExpertCommand | StagingCommand | ApplyUpdate | CheckCommand
 )  # fmt: skip
 Reply = (
     Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
-    | Trimmed | ExpertReply | StagingReply | Applied
+    | Trimmed | ExpertReply | StagingReply | Applied | CheckReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -80,6 +80,12 @@ class RelayLink(Protocol):
     async def offers(self) -> list[Instance]:
         """Lists every instance of the fleet. Raises `RelayUnreachable`."""
 
+    async def manifests_of(self, instance: Instance) -> list[Manifest]:
+        """Returns the verified manifests of an instance of the fleet, by rank.
+
+        Raises `RelayUnreachable`, also when it does not hold what it announced any more.
+        """
+
     async def fetch(self, instance: Instance) -> dict[str, bytes]:
         """Fetches an instance's small files, each checked against its SHA-256."""
 

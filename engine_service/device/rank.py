@@ -10,6 +10,7 @@ import msgspec
 from engine_service.core import messages
 from engine_service.device import probe
 from engine_service.device.audit import audit
+from engine_service.device.checking import WeightChecker
 from engine_service.device.devices import open_device
 from engine_service.device.expert_moves import ExpertMover
 from engine_service.device.intake import LoadOptions
@@ -50,6 +51,7 @@ class Rank:
         groups = self.meet()
         self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
         self.experts = ExpertMover(planned, self.arena, self.model, groups.world)
+        self.checker = WeightChecker(self.arena, self.model.weights)
         self.cache = KVCache(
             own, planned.dtype, settings.kv_blocks, settings.kv_block_tokens, device.torch
         )

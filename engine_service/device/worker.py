@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_service.core import messages
+from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
 from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
 from engine_service.device.plan import Plan, plan
@@ -161,6 +162,8 @@ class Worker:
                 reply = rank.record_probe()
             case StageExperts() | MoveExperts() | DropExperts():
                 reply = rank.experts.answer(command)
+            case DigestWeights():
+                reply = rank.checker.answer(command)
             case messages.Capture():
                 rank.capture()
                 times = self._imported_at, self._built_at

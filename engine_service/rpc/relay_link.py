@@ -16,7 +16,7 @@ from engine_service.errors import FillFailed, FillTimeout, RelayUnreachable
 from engine_service.rpc import convert
 from engine_service.rpc.attachment import Attachment
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach
-from relay_service.core.instance import Instance
+from relay_service.core.instance import Instance, verified_digest
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target
@@ -51,6 +51,19 @@ class GrpcRelayLink:
             return [match.instance for match in await self._relay.sources(Target())]
         except ClientError as error:
             raise RelayUnreachable(str(error)) from error
+
+    async def manifests_of(self, instance: Instance) -> list[Manifest]:
+        """Returns an instance's manifests from the relay that announced it."""
+        async with RelayClient(instance.address, self._credentials) as relay:
+            found = await _manifests(
+                relay, instance.instance, instance.generation, len(instance.ranks)
+            )
+        if not verified_digest(found, instance.weights.digest):
+            raise RelayUnreachable(
+                f"{instance.instance} holds other weights than it announced by now",
+                hint="try again",
+            )
+        return found
 
     async def fetch(self, instance: Instance) -> dict[str, bytes]:
         """Fetches an instance's small files from the relay that announced it."""
@@ -137,16 +150,9 @@ class GrpcRelayLink:
     async def manifests(self, ranks: int, *, staged: bool = False) -> list[Manifest]:
         """Returns what has landed, by rank."""
         now = self._attachment.describe()
-        try:
-            landed = [
-                await self._relay.manifest(now.instance, now.generation, rank, staged=staged)
-                for rank in range(ranks)
-            ]
-        except (ClientError, ValueError) as error:
-            raise RelayUnreachable(str(error)) from error
-        for manifest in landed:
-            check(manifest)
-        return landed
+        return await _manifests(
+            self._relay, now.instance, now.generation, ranks, staged=staged
+        )
 
     async def close(self) -> None:
         """Detaches."""
@@ -170,6 +176,22 @@ class GrpcRelayLink:
         async with contextlib.aclosing(asked) as answers, Patience(SILENCE_SECONDS) as patience:
             while message := await patience.wait(anext(answers, None)):
                 yield message
+
+
+async def _manifests(
+    relay: RelayClient, instance: str, generation: str, ranks: int, *, staged: bool = False
+) -> list[Manifest]:
+    """Returns checked manifests, by rank."""
+    try:
+        found = [
+            await relay.manifest(instance, generation, rank, staged=staged)
+            for rank in range(ranks)
+        ]
+    except (ClientError, ValueError) as error:
+        raise RelayUnreachable(str(error)) from error
+    for manifest in found:
+        check(manifest)
+    return found
 
 
 def _fill_failed(error: ClientError) -> FillFailed:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from engine_service.core.answers import gathered
+from engine_service.core.check import Checker
 from engine_service.core.expert_moves import ExpertMoves
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
@@ -16,6 +17,7 @@ from engine_service.core.ports import FillProgress
 from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
 from engine_service.rpc.admission import admitted
+from engine_service.rpc.checking import CheckingRpcs
 from engine_service.rpc.pausing import PausingRpcs
 from engine_service.rpc.status import answers, streams
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
@@ -23,13 +25,14 @@ from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 PROGRESS_SECONDS = 0.1
 
 
-class EngineServicer(PausingRpcs, engine_pb2_grpc.EngineServiceServicer):
+class EngineServicer(PausingRpcs, CheckingRpcs, engine_pb2_grpc.EngineServiceServicer):
     """Serves one instance."""
 
     def __init__(self, instance: Instance, filler: Filler) -> None:
         self._instance = instance
         self._filler = filler
         self._experts = ExpertMoves(instance)
+        self._checker = Checker(instance)
 
     @streams
     async def Generate(  # noqa: N802

@@ -106,8 +106,13 @@ class Llama:
 
     def matrices(self) -> Iterator[Linear]:
         """Yields every matrix that has a format."""
-        for stage in (self.embedding, *self.layers, self.head):
+        for stage in self._stages:
             yield from (held for held in stage.held() if isinstance(held, Linear))
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yields every weight that a pass reads, where it reads it."""
+        for stage in self._stages:
+            yield from stage.weights()
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Returns the logits of each sequence's next token, `[sequences, vocab_size]`."""
@@ -121,6 +126,10 @@ class Llama:
                 hidden, cos, sin, keys, values, batch.slots, batch.tables, batch.lengths
             )
         return hidden
+
+    @property
+    def _stages(self) -> tuple[Stage, ...]:
+        return (self.embedding, *self.layers, self.head)
 
     def _layer(
         self,

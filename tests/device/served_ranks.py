@@ -1,0 +1,82 @@
+"""An engine service over ranks that compute a tiny model as threads of this process."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from engines import FakeRanks, Service
+from rank_threads import Ranks
+
+from engine_service.core.check_messages import DigestWeights
+from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
+from engine_service.core.messages import Step
+from relay_service.core.instance import Weights
+from relay_service.core.manifest import weights_digest
+
+SETTINGS = {"kv_blocks": 32, "kv_block_tokens": 4}
+"""Those of the service's scheduler."""
+
+
+class ServedRanks(FakeRanks):
+    """Gives commands to real ranks, all in one order as a group of processes would."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._ordered = asyncio.Lock()
+        self.arenas = [rank.allocated() for rank in ranks.ranks]
+        self.order: list[type] = []
+        """Kinds of the commands so far."""
+        self.before_piece: Callable[[int], Awaitable[None]] | None = None
+        """Called before each piece of a check with how many there were."""
+
+    async def step(self, rows):
+        """Runs a step."""
+        self.stepping.set()
+        return (await self.same(Step(rows), None))[0]
+
+    async def same(self, command, kind):
+        """Gives every rank the same command."""
+        return await self.all([command] * len(self._ranks.ranks), kind)
+
+    async def all(self, commands, kind):
+        """Gives each rank its command."""
+        if self.before_piece and isinstance(commands[0], DigestWeights):
+            await self.before_piece(self.order.count(DigestWeights))
+        async with self._ordered:
+            self.order.append(type(commands[0]))
+            given = dict(zip(map(id, self._ranks.ranks), commands, strict=True))
+            answers = await asyncio.to_thread(
+                self._ranks.each, lambda rank: _answer(rank, given[id(rank)])
+            )
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def _answer(rank, command):
+    match command:
+        case Step():
+            return rank.step(command.rows)
+        case DigestWeights():
+            return rank.checker.answer(command)
+        case StageExperts() | MoveExperts() | DropExperts():
+            return rank.experts.answer(command)
+    raise AssertionError(command)
+
+
+def served(ranks: Ranks, name: str = "one") -> Service:
+    """Returns a service, not started yet, of ranks that serve a folder's weights."""
+    service = Service()
+    instance, group = service.instance, ServedRanks(ranks)
+    instance.identity = dataclasses.replace(instance.identity, name=name)
+    instance.ranks = service.ranks = instance.engine._runner = group
+    instance.config = dataclasses.replace(
+        instance.config, tensor_parallel_size=ranks.tp, expert_parallel_size=ranks.ep,
+        redundant_experts=ranks.starts[0].config.redundant_experts,
+    )  # fmt: skip
+    instance.manifests = list(ranks.loaded)
+    instance.experts = group.arenas[0].experts
+    instance.engine.weights = Weights("v1", weights_digest(ranks.loaded), 1)
+    return service

@@ -1,0 +1,85 @@
+"""A byte that flips in the memory of a rank is found, named and forgiven, by the command."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from stage import Fleet, Result, Stage, answer, reach, seedrelay
+
+from clients.launch import Service
+from clients.relay import RelayClient
+from relay_service.core.manifest import TensorEntry
+
+TENSOR = "layer.2.gate_up"
+
+
+async def _check(engine: Service, *arguments: str, status: int = 0) -> Any:
+    done = await _run(engine, *arguments, "--json")
+    assert done.status == status, done.err
+    return done.json()
+
+
+async def _run(engine: Service, *arguments: str) -> Result:
+    return await asyncio.to_thread(seedrelay, "check", "--engine", engine.address, *arguments)
+
+
+def _flip(pid: int, address: int) -> None:
+    """Writes into another process, as nothing but a fault would."""
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        memory.seek(address)
+        byte = memory.read(1)
+        memory.seek(address)
+        memory.write(bytes([byte[0] ^ 4]))
+
+
+async def _entry(fleet: Fleet, instance: str, generation: str) -> tuple[TensorEntry, range]:
+    async with RelayClient(fleet.relay.address) as relay:
+        manifest = await relay.manifest(instance, generation, 0)
+    (entry,) = [one for unit in manifest.units for one in unit.tensors if one.name == TENSOR]
+    return entry, manifest.blocks_at(entry.offset, entry.nbytes)
+
+
+async def test_a_byte_that_flipped_in_a_process(stage: Stage, fleet: Fleet) -> None:
+    """Checked against what came, a snapshot and the seed; put right, all of them agree again."""
+    target = stage.target(fleet.relay, "--instance-name", "checked")
+    status = await reach(target)
+    before = await answer(target)
+    whole = await _check(target, "--tensors")
+    assert whole["ranks"][0]["digest"] == status.ranks[0].digest
+    assert (whole["equal"], whole["differences"], whole["epoch"]) == (True, [], 1)
+    names = {one["name"]: one["digest"] for one in whole["ranks"][0]["tensors"]}
+    assert {TENSOR, "rotary.cos", "rotary.sin"} < names.keys()
+    assert (await _check(target, "--snapshot"))["equal"]
+    assert (await _check(target, "--against", "seed"))["equal"]
+
+    entry, blocks = await _entry(fleet, status.instance, status.generation)
+    pid, address = status.ranks[0].pid, status.ranks[0].arena_address + entry.offset
+    _flip(pid, address)
+    for arguments in ((), ("--compare",)):
+        found = await _check(target, *arguments, status=1)
+        (one,) = found["differences"]
+        assert (one["rank"], one["tensor"], one["what"]) == (0, TENSOR, "contents")
+        assert one["block"] in blocks
+        assert one["expected"] == names[TENSOR] != one["found"]
+    found = await _check(target, "--against", "seed", status=1)
+    assert (0, TENSOR) in {(one["rank"], one["tensor"]) for one in found["differences"]}
+    shown = await _run(target)
+    assert (shown.status, shown.err) == (1, "error: 1 differences\n")
+    assert f"{TENSOR}: contents, expected {names[TENSOR]}" in shown.out
+    # What it says to hold is what it should hold, and the seed is whole.
+    assert (await _check(fleet.seed, "--against", "checked"))["equal"]
+
+    _flip(pid, address)
+    for arguments in ((), ("--compare",), ("--against", "seed")):
+        assert (await _check(target, *arguments))["equal"]
+    assert await answer(target) == before
+
+
+async def test_what_cannot_be_checked(fleet: Fleet) -> None:
+    """Ends the command with the reason; asking for two things at once is wrong usage."""
+    refused = await _run(fleet.seed, "--against", "nobody")
+    assert refused.status == 1
+    assert "nobody is not in the fleet" in refused.err
+    assert (await _run(fleet.seed, "--snapshot", "--compare")).status == 2
