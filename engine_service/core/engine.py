@@ -79,6 +79,10 @@ class Engine:
         self.scheduler.abort(sequences, self.weights)
         return len(sequences)
 
+    def switch(self, weights: Weights) -> None:
+        """Makes other weights those that serve from now on."""
+        self.weights = weights
+
     @asynccontextmanager
     async def between_steps(self) -> AsyncIterator[None]:
         """Holds the next step back, once the present one has been published."""

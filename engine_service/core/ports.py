@@ -95,6 +95,15 @@ class RelayLink(Protocol):
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""
 
+    async def stage(
+        self, descriptors: list[list[int]], options: PullOptions, on_progress: OnProgress
+    ) -> tuple[FillReport, list[Manifest]]:
+        """Has memory for staging filled with the blocks that differ from what serves.
+
+        Returns what was done and what shall serve, by rank, once nobody else maps that
+        memory. Raises like `pull`.
+        """
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; returns whether it has, or is dead."""
 

@@ -114,6 +114,23 @@ class RankGroup:
             raise self._broken
         return replies[0]
 
+    async def stage(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+        """Gives each rank its command on the stream beside that of the steps."""
+        raise NotImplementedError
+
+    async def stage_same(self, command: Command, kind: type[R]) -> list[R]:
+        """Gives every rank the same command on the stream beside that of the steps."""
+        return await self.stage([command] * len(self.workers), kind)
+
+    @property
+    def staging_progress(self) -> list[tuple[int, int]]:
+        """Bytes done and bytes in all of what is being staged, by rank."""
+        raise NotImplementedError
+
+    async def lend(self) -> list[list[int]]:
+        """Returns descriptors of memory for staging, by rank; the caller owns them."""
+        raise NotImplementedError
+
     @property
     def lost(self) -> bool:
         """Whether a rank has ended although nobody asked it to."""

@@ -92,6 +92,12 @@ class GrpcRelayLink:
             raise FillFailed("the relay ended the pull without a report")
         return _report(last)
 
+    async def stage(
+        self, descriptors: list[list[int]], options: PullOptions, on_progress: OnProgress
+    ) -> tuple[FillReport, list[Manifest]]:
+        """Has memory for staging filled."""
+        raise NotImplementedError
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; a relay that is dead has done so."""
         now = self._attachment.describe()

@@ -13,22 +13,25 @@ from engine_service.core.expert_moves import ExpertMoves
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
+from engine_service.core.update_sessions import UpdateSessions
 from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
 from engine_service.rpc.admission import admit
 from engine_service.rpc.status import answers, streams
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
+from engine_service.rpc.updating import UpdatingRpcs
+from seedrelay.v1 import engine_pb2
 
 PROGRESS_SECONDS = 0.1
 
 
-class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+class EngineServicer(UpdatingRpcs):
     """Serves one instance."""
 
     def __init__(self, instance: Instance, filler: Filler) -> None:
         self._instance = instance
         self._filler = filler
         self._experts = ExpertMoves(instance)
+        self._updates = UpdateSessions(instance)
 
     @streams
     async def Generate(  # noqa: N802
