@@ -168,9 +168,11 @@ class Update:
         if instance.codec is None:
             raise WrongState("the instance has no tokenizer", field="state")
         self._files = joined(instance.files, {**brought.files, **wanted.files})
-        self._codec = await asyncio.to_thread(
-            new_codec, instance.codec, instance.files, self._files
-        )
+        self._codec = instance.codec
+        if self._files != instance.files:
+            self._codec = await asyncio.to_thread(
+                new_codec, instance.codec, instance.files, self._files
+            )
 
     @property
     def _manifests(self) -> list[Manifest]:

@@ -62,13 +62,11 @@ def joined(serves: Mapping[str, bytes], brought: Mapping[str, bytes]) -> dict[st
 
 
 def new_codec(serves: TextCodec, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> TextCodec:
-    """Returns what makes tokens of text with new files; the old one where they are the same.
+    """Returns what makes tokens of text with new files.
 
     Takes a while. Raises `InvalidRequest` for files of a model of another format or
     vocabulary, and `ModelError` for such as cannot be read.
     """
-    if old == new:
-        return serves
     if new.get("config.json") != old.get("config.json"):
         _check_config(old, new)
     codec = TextCodec(dict(new))

@@ -82,6 +82,7 @@ class Session:
             self.end(Result.ABORTED, "its caller has left")
             raise
         if self._staging.cancelled():
+            await self.has_ended()
             raise UpdateEnded(f"the update has ended: {self.reason}", session=self.name)
         if error := self._staging.exception():
             self.error = error
@@ -147,8 +148,8 @@ class Session:
                 await self.update.drop()
         finally:
             self.update.instance.history.add(self._record())
-            self._over.set()
             self._on_end()
+            self._over.set()
 
     def _record(self) -> VersionRecord:
         update, report, staged = self.update, self.report, self.update.staged
