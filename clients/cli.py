@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from clients import cli_compile, cli_experts, cli_model, cli_serve, cli_show, report
+from clients import cli_compile, cli_experts, cli_model, cli_serve, cli_show, cli_update, report
 from clients.cli_run import Failure, run, say
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
@@ -50,6 +50,8 @@ def main(
 app.command("engine")(cli_serve.engine)
 app.command("relay")(cli_serve.relay)
 cli_model.app.command("compile")(cli_compile.compile_model)
+app.command("update")(cli_update.update)
+app.command("versions")(cli_update.versions)
 app.add_typer(cli_model.app, name="model")
 app.add_typer(cli_experts.app, name="experts")
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
 from clients.channel import open_channel
 from clients.credentials import NOTHING, Credentials
+from clients.engine_updates import UpdateCalls
 from clients.errors import ClientError, Unreachable
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
@@ -22,7 +23,7 @@ OVERTIME_SECONDS = 5.0
 """Time for an engine to say itself that the time of a pull is over."""
 
 
-class EngineClient:
+class EngineClient(UpdateCalls):
     """A connection to one engine. Use it as an async context manager, or close it.
 
     Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
@@ -140,15 +141,6 @@ class EngineClient:
         timeout = limit + OVERTIME_SECONDS if limit else None
         async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
-
-    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        finally:
-            call.cancel()
 
 
 def _seconds_before_retry(error: ClientError) -> float | None:

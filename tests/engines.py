@@ -59,9 +59,8 @@ class Service:
         """Listens and runs steps."""
         self._server = rpc.new_server(credentials)
         address = rpc.bind(self._server, listen, credentials)
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(
-            EngineServicer(self.instance, Filler(self.instance)), self._server
-        )
+        self.servicer = EngineServicer(self.instance, Filler(self.instance))
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, self._server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
             GatewayServicer(self.instance), self._server
         )

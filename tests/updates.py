@@ -26,11 +26,11 @@ from engine_service.core.update_messages import (
     FileIdentity,
     FinishStaging,
     OpenStaging,
-    PushedHeader,
-    ProveStaged,
     Proven,
-    StageDisk,
+    ProveStaged,
+    PushedHeader,
     StagedFiles,
+    StageDisk,
     StageHeaders,
     StageLent,
     StagePiece,
@@ -91,7 +91,7 @@ class UpdateRanks(FakeRanks):
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
-        self.steps = steps
+        self._steps = steps
         self.arenas_hold = contents_of(b"old")
         self.staged: list[bytes] | None = None
         self.in_place = False
@@ -110,7 +110,7 @@ class UpdateRanks(FakeRanks):
         return await self.stage([command] * RANKS, kind)
 
     async def same(self, command, kind):
-        await self.steps.step(type(command).__name__)
+        await self._steps.step(type(command).__name__)
         match command:
             case ApplyUpdate():
                 assert self.staged, "nothing is staged"
@@ -123,13 +123,13 @@ class UpdateRanks(FakeRanks):
         raise AssertionError(command)
 
     async def lend(self):
-        await self.steps.step("lend")
+        await self._steps.step("lend")
         self._lent = [os.memfd_create("lent") for _ in range(RANKS)]
         return [[os.dup(fd)] for fd in self._lent]
 
     async def _stage(self, commands):
         async with self._ordered:
-            await self.steps.step(type(commands[0]).__name__)
+            await self._steps.step(type(commands[0]).__name__)
             return [self._do(rank, command) for rank, command in enumerate(commands)]
 
     def _do(self, rank, command):
@@ -354,5 +354,3 @@ def virtually(work):
     """Runs a coroutine function's work in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work())
-
-

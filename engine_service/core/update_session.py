@@ -75,7 +75,7 @@ class Session:
             raise WrongState("it is being staged, or is staged", field="session", found=self.name)
         if not at_callers_pace:
             self._let_lease_be()
-        self._staging = asyncio.ensure_future(self.update.stage(source))
+        self._staging = quiet(asyncio.ensure_future(self.update.stage(source)))
         try:
             await asyncio.wait([self._staging])
         except asyncio.CancelledError:

@@ -8,8 +8,8 @@ import pytest
 from updates import BRINGS, TENSORS, Stand, manifests_of, pieces, virtually, wanted
 
 from engine_service.core.expert_moves import ExpertMoves
-from engine_service.core.update_request import Phase
 from engine_service.core.turn import MAX_WAITING, MOVES
+from engine_service.core.update_request import Phase
 from engine_service.core.update_sessions import MAX_KNOWN, Caller
 from engine_service.core.version_history import Result
 from engine_service.errors import (

@@ -160,7 +160,7 @@ async def test_one_rank_that_does_not_fit(tmp_path):
     stand = prepared(tmp_path)
     before = stand.facts()
     stand.ranks.bad = CheckpointError("layer.1: shape (2, 3), expected (2, 4)")
-    with pytest.raises(CheckpointError, match="layer.1"):
+    with pytest.raises(CheckpointError, match="shape"):
         await stand.update(wanted())
     assert stand.facts() == before
     stand.ranks.bad = None
@@ -182,7 +182,7 @@ async def test_weights_that_are_others_by_now(tmp_path):
         await session.commit()
     assert (stand.instance.engine.weights, stand.ranks.staged) == (moved, None)
     for field in ("base_digest", "expected_digest"):
-        with pytest.raises(Exception, match="weights serve|was expected") as refused:
+        with pytest.raises(Exception, match=r"weights serve|was expected") as refused:
             await stand.update(wanted(**{field: "cd" * 16}))
         assert refused.value.details["field"] == field
 
