@@ -158,7 +158,7 @@ async def _pushed(
 ) -> engine_pb2.UpdateReport:
     try:
         tensors = read_folder(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise Failure(f"{folder} cannot be read: {error}") from error
     request = engine_pb2.BeginWeightUpdateRequest(update=asked, operator=operator)
     request.wait.FromNanoseconds(int(wait * 1e9))

@@ -28,7 +28,10 @@ def read_folder(folder: Path) -> list[Tensor]:
         shards = sorted(path.name for path in folder.glob("*.safetensors"))
     if not shards:
         raise ValueError(f"{folder} holds no safetensors")
-    return [tensor for shard in shards for tensor in _read(folder / shard)]
+    try:
+        return [tensor for shard in shards for tensor in _read(folder / shard)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: a header cannot be read: {error}") from error
 
 
 def _read(path: Path) -> Iterator[Tensor]:

@@ -15,8 +15,8 @@ from engines import FakeRanks, Service
 from fakes import lay_out_bytes, verified
 
 from engine_service.core.load_report import LoadReport
-from engine_service.core.messages import CheckProbe, Done, Recorded, RecordProbe
-from engine_service.core.pausing import PauseMode, PauseReport, PauseRequest
+from engine_service.core.messages import Done
+from engine_service.core.pausing import PauseCounts, PauseMode, PauseReport, PauseRequest
 from engine_service.core.ports import FillReport
 from engine_service.core.ranks import quiet
 from engine_service.core.update_messages import (
@@ -38,7 +38,7 @@ from engine_service.core.update_messages import (
 )
 from engine_service.core.update_request import DiskSource, PushSource, RelaySource, WeightUpdate
 from engine_service.core.update_sessions import Caller, UpdateSessions
-from engine_service.errors import ProbeMismatch
+from engine_service.errors import ArenaError, ProbeMismatch
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import weights_digest
 from relay_service.core.pull_report import PathStep, PullOptions
@@ -94,7 +94,7 @@ class UpdateRanks(FakeRanks):
         self._steps = steps
         self.arenas_hold = contents_of(b"old")
         self.staged: list[bytes] | None = None
-        self.in_place = False
+        self.in_place = self.changed = False
         self.pieces: dict[tuple[int, int], bytes] = {}
         self.headers: tuple[PushedHeader, ...] = ()
         self.bad: Exception | None = None
@@ -114,12 +114,8 @@ class UpdateRanks(FakeRanks):
         match command:
             case ApplyUpdate():
                 assert self.staged, "nothing is staged"
-                self.arenas_hold, self.staged = self.staged, None
+                self.arenas_hold, self.staged, self.changed = self.staged, None, False
                 return [Applied(10, 0.5)] * RANKS
-            case RecordProbe():
-                return [Recorded(probe_of(self.arenas_hold))] * RANKS
-            case CheckProbe():
-                return [Done()] * RANKS
         raise AssertionError(command)
 
     async def lend(self):
@@ -139,13 +135,7 @@ class UpdateRanks(FakeRanks):
                 self.staged, self.in_place = list(self.arenas_hold), command.in_place
                 self.pieces.clear()
             case StageDisk():
-                path = Path(command.folder) / "model.safetensors"
-                self._fill(rank, contents_of(path.read_bytes())[rank])
-                status = path.stat()
-                identity = FileIdentity(
-                    path.name, status.st_ino, status.st_size, status.st_mtime_ns
-                )
-                return StagedFiles((identity,))
+                return self._read(rank, Path(command.folder) / "model.safetensors")
             case StageHeaders():
                 self.headers = command.tensors
             case StagePiece():
@@ -158,13 +148,27 @@ class UpdateRanks(FakeRanks):
             case FinishStaging():
                 return self._finished(rank)
             case ProveStaged():
-                found = probe_of(self.staged)
-                if command.probe and command.probe != found:
-                    raise ProbeMismatch("other tokens")
-                return Proven(found)
+                return self._proven(command.probe)
             case DropStaging():
-                self.staged = None
+                self._drop()
         return Done()
+
+    def _read(self, rank: int, path: Path) -> StagedFiles:
+        self._fill(rank, contents_of(path.read_bytes())[rank])
+        status = path.stat()
+        identity = FileIdentity(path.name, status.st_ino, status.st_size, status.st_mtime_ns)
+        return StagedFiles((identity,))
+
+    def _proven(self, probe: bytes) -> Proven:
+        found = probe_of(self.staged)
+        if probe not in (b"", found):
+            raise ProbeMismatch("other tokens")
+        return Proven(found)
+
+    def _drop(self) -> None:
+        self.staged = None
+        if self.changed:
+            raise ArenaError("those that served are lost", changed="yes")
 
     @property
     def pushed(self) -> bytes:
@@ -174,7 +178,7 @@ class UpdateRanks(FakeRanks):
     def _fill(self, rank: int, data: bytes) -> None:
         self.staged[rank] = data
         if self.in_place:
-            self.arenas_hold = list(self.staged)
+            self.arenas_hold, self.changed = list(self.staged), True
 
     def _finished(self, rank: int) -> UpdateStaged:
         if self.bad and rank == 1:
@@ -187,24 +191,32 @@ class UpdateRanks(FakeRanks):
 
 
 class FakePauser:
-    """A gate that does what `Pauser.applying` says, and nothing else."""
+    """A gate that does what `Pauser.applying` says, and lets requests be."""
 
-    def __init__(self, lifecycle, steps: Steps) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, instance, steps: Steps) -> None:
+        self._real = instance.pauser
+        self._lifecycle, self._engine = instance.lifecycle, instance.engine
         self._steps = steps
         self.asked: list[PauseRequest] = []
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
 
     @asynccontextmanager
     async def applying(self, request):
         await self._steps.step("pause")
         self.asked.append(request)
-        before = self._lifecycle.state
-        self._lifecycle.to(State.UPDATING)
-        try:
-            yield PauseReport(mode=request.mode, was_paused=before is State.PAUSED, seconds=0.25)
-        finally:
-            if self._lifecycle.state is State.UPDATING:
-                self._lifecycle.to(before)
+        async with self._engine.between_steps():
+            before = self._lifecycle.state
+            self._lifecycle.to(State.UPDATING)
+            try:
+                yield PauseReport(
+                    requests=PauseCounts(), was_paused=before is State.PAUSED, flushed_blocks=0,
+                    seconds=0.25, mode=request.mode,
+                )  # fmt: skip
+            finally:
+                if self._lifecycle.state is State.UPDATING:
+                    self._lifecycle.to(before)
 
 
 class FakeUpdateLink:
@@ -212,11 +224,11 @@ class FakeUpdateLink:
 
     address = "127.0.0.1:1"
 
-    def __init__(self, steps: Steps, offer=None, files=None) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self.contents = contents_of(b"of the other")
-        self.offer, self.files = offer, files or {}
-        self.told, self.detached = 0, 0
+        self.files = {}
+        self.told = 0
         self.probe = probe_of(self.contents)
 
     async def stage(self, descriptors, options, on_progress):
@@ -230,19 +242,12 @@ class FakeUpdateLink:
         )  # fmt: skip
         return report, landed
 
-    async def offers(self):
-        await self._steps.step("link.offers")
-        return [self.offer] if self.offer else []
-
-    async def fetch(self, instance):
-        await self._steps.step("link.fetch")
+    async def source_files(self, report):
+        await self._steps.step("link.source_files")
         return self.files
 
     async def update(self):
         self.told += 1
-
-    def detach(self):
-        self.detached += 1
 
 
 class Stand:
@@ -257,7 +262,7 @@ class Stand:
         self.instance.engine._runner = self.ranks
         self.instance.manifests = manifests_of(self.ranks.arenas_hold)
         self.instance.probe = probe_of(self.ranks.arenas_hold)
-        self.instance.pauser = FakePauser(self.instance.lifecycle, self.steps)
+        self.instance.pauser = FakePauser(self.instance, self.steps)
         self.instance.link = FakeUpdateLink(self.steps)
         weights = Weights("v1", weights_digest(self.instance.manifests), 1)
         self.instance.engine.weights = weights
@@ -323,7 +328,7 @@ BRINGS = {
 
 def wanted(source="disk", version: str = "v2", **changes) -> WeightUpdate:
     """Returns an update; `changes` are fields of it."""
-    source = SOURCES.get(source, source)
+    source = SOURCES[source] if isinstance(source, str) else source
     pause = PauseRequest(mode=PauseMode.RETRACT)
     return WeightUpdate(**{"version": version, "source": source, "pause": pause} | changes)
 

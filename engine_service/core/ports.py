@@ -104,6 +104,12 @@ class RelayLink(Protocol):
         memory. Raises like `pull`.
         """
 
+    async def source_files(self, report: FillReport) -> dict[str, bytes]:
+        """Fetches the small files of the instance that weights came from.
+
+        Raises `FillFailed` when it holds other weights by now, or `RelayUnreachable`.
+        """
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; returns whether it has, or is dead."""
 

@@ -15,6 +15,7 @@ from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
 from engine_service.core.pausing import PauseMode, PauseReport
 from engine_service.core.tokenizer import TextCodec
+from engine_service.core.update_checks import check_serves, check_staged
 from engine_service.core.update_files import joined, new_codec
 from engine_service.core.update_messages import (
     Applied,
@@ -36,16 +37,18 @@ from engine_service.core.update_request import (
     WeightUpdate,
 )
 from engine_service.core.update_sources import Brought, UpdateSource, Watched
-from engine_service.errors import ArenaError, EngineError, WrongState
-from relay_service.core.instance import State, Weights
+from engine_service.errors import EngineError, WrongState
+from relay_service.core.instance import Weights
 from relay_service.core.manifest import Manifest, weights_digest
 
-SERVING = (State.READY, State.PAUSED)
 _log = logging.getLogger(__name__)
 
 
 class Update:
     """What is beside the weights of one instance, and how it takes their place."""
+
+    in_place = False
+    """Whether it goes straight into the arenas instead."""
 
     def __init__(self, instance: Instance, wanted: WeightUpdate) -> None:
         """Raises `WrongState` unless just the weights serve that the update is meant for."""
@@ -58,17 +61,9 @@ class Update:
         self._probe = b""
         self._files: dict[str, bytes] = {}
         self._codec: TextCodec | None = None
-        self._files_changed = False
-        self._filling = False
-        """Whether the ranks were given something to stage."""
-        self._check_serves()
+        check_serves(instance, wanted)
         weights = instance.engine.weights
         self._base = weights.digest, weights.epoch
-        if wanted.base_digest and wanted.base_digest != weights.digest:
-            raise WrongState(
-                "other weights serve than those that the update is for", field="base_digest",
-                expected=wanted.base_digest, found=weights.digest,
-            )  # fmt: skip
 
     @property
     def base_digest(self) -> str:
@@ -92,7 +87,7 @@ class Update:
         Raises `EngineError`; then nothing has changed, and what is staged is to be dropped.
         """
         began = time.monotonic()
-        brought = await self._fill(source, in_place=False)
+        brought = await self._fill(source)
         await self._agree(brought)
         self.phase = Phase.PROVING
         command = ProveStaged(probe=brought.probe, prompts=self.wanted.prompts)
@@ -106,20 +101,13 @@ class Update:
         what `Pauser.applying` does: then nothing has changed. Else what fails here leaves the
         instance `FAILED`.
         """
-        instance, staged = self.instance, self._known()
+        self._known()
         self._check_base()
         self.phase = Phase.PAUSING
-        async with instance.pauser.applying(self.wanted.pause) as pause:
+        async with self.instance.pauser.applying(self.wanted.pause) as pause:
             entered = time.monotonic()
             self._check_base()  # while it waited for running requests, experts may have been moved
-            self.phase = Phase.COPYING
-            try:
-                replies = await instance.ranks.same(ApplyUpdate(), Applied)
-            except EngineError as error:
-                raise await self.lost(error) from error
-            for rank, reply in zip(staged.ranks, replies, strict=True):
-                rank.seconds_copied = reply.seconds_copied
-            weights = self._switch()
+            weights = await self._apply()
         return await self._told(pause, weights, entered)
 
     async def drop(self) -> None:
@@ -135,36 +123,28 @@ class Update:
         await self.instance.fail(reason)
         return type(error)(reason, **{**error.details, "changed": "yes"})
 
-    async def _fill(self, source: UpdateSource, *, in_place: bool) -> Brought:
+    async def _fill(self, source: UpdateSource) -> Brought:
         self._check_base()
         self.phase, wanted = Phase.STAGING, self.wanted
         await self.instance.ranks.stage(
             [
                 OpenStaging(
-                    serves=manifest, partial=wanted.partial, narrow=wanted.narrow, in_place=in_place
+                    serves=manifest,
+                    partial=wanted.partial,
+                    narrow=wanted.narrow,
+                    in_place=self.in_place,
                 )
                 for manifest in self.instance.manifests
             ],
             Done,
         )
-        self._filling = True
         return await source.stage(self.instance.ranks, self.watched)
 
     async def _agree(self, brought: Brought) -> None:
         """All ranks have everything, and it is what was meant."""
         instance, wanted = self.instance, self.wanted
         self._replies = await instance.ranks.stage_same(FinishStaging(), UpdateStaged)
-        for serves, reply in zip(instance.manifests, self._replies, strict=True):
-            if difference := serves.layout_difference(reply.manifest):
-                raise ArenaError(f"rank {serves.rank} staged another layout: {difference}")
-        digest = weights_digest(self._manifests)
-        if not digest:
-            raise ArenaError("a rank staged weights without their digests")
-        if wanted.expected_digest and wanted.expected_digest != digest:
-            raise WrongState(
-                "what is staged is not what was expected", field="expected_digest",
-                expected=wanted.expected_digest, found=digest,
-            )  # fmt: skip
+        check_staged(wanted, instance.manifests, self._manifests)
         if instance.codec is None:
             raise WrongState("the instance has no tokenizer", field="state")
         self._files = joined(instance.files, {**brought.files, **wanted.files})
@@ -196,6 +176,18 @@ class Update:
         )  # fmt: skip
         return self.staged
 
+    async def _apply(self) -> Weights:
+        """Has every rank take what is staged; returns what serves now."""
+        staged = self._known()
+        self.phase = Phase.COPYING
+        try:
+            replies = await self.instance.ranks.same(ApplyUpdate(), Applied)
+        except EngineError as error:
+            raise await self.lost(error) from error
+        for rank, reply in zip(staged.ranks, replies, strict=True):
+            rank.seconds_copied = reply.seconds_copied
+        return self._switch()
+
     def _switch(self) -> Weights:
         """Says what serves now; nothing in between waits, so nobody sees a part of it."""
         instance = self.instance
@@ -203,8 +195,7 @@ class Update:
         instance.probe = self._probe
         relayed = isinstance(self.wanted.source, RelaySource)
         instance.load_reports = [] if relayed else [reply.report for reply in self._replies]
-        instance.codec, self._files_changed = self._codec, instance.files != self._files
-        instance.files = self._files
+        instance.codec, instance.files = self._codec, self._files
         weights = Weights(
             self.wanted.version,
             weights_digest(instance.manifests),
@@ -221,13 +212,9 @@ class Update:
         """
         seconds = pause.seconds + time.monotonic() - entered
         self.phase = Phase.DONE
-        if self._files_changed and self.instance.link:
-            self.instance.link.detach()  # it attaches again by itself, with all files
-        else:
-            await self.instance.tell_relay()
-        request = self.wanted.pause
-        keeps = request.clear_cache is False
-        keeps |= request.clear_cache is None and request.mode is PauseMode.KEEP
+        await self.instance.tell_relay()
+        clears = self.wanted.pause.clear_cache
+        keeps = pause.mode is PauseMode.KEEP if clears is None else not clears
         return UpdateReport(
             version=weights.version, digest=weights.digest, epoch=weights.epoch,
             staged=self._known(), pause=pause, seconds_paused=seconds, cache_kept=keeps,
@@ -237,14 +224,6 @@ class Update:
         if self.staged is None:
             raise WrongState("nothing is staged yet", field="session", found=str(self.phase))
         return self.staged
-
-    def _check_serves(self) -> None:
-        state = self.instance.lifecycle.state
-        if state not in SERVING:
-            raise WrongState(
-                f"{self.instance.identity.name} is {state}: weights that serve can be updated",
-                field="state", expected="READY or PAUSED", found=str(state),
-            )  # fmt: skip
 
     def _check_base(self) -> None:
         weights = self.instance.engine.weights

@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable
 
 from engine_service.core.ranks import quiet
-from engine_service.core.update import SERVING, Update
+from engine_service.core.update import Update
+from engine_service.core.update_checks import SERVING
 from engine_service.core.update_request import StagedWeights, UpdateProgress, UpdateReport
 from engine_service.core.update_sources import UpdateSource
 from engine_service.core.version_history import Result, VersionRecord

@@ -12,7 +12,7 @@ from engine_service.core.hashing import Hashing
 from engine_service.core.messages import Done
 from engine_service.core.model_files import read_folder
 from engine_service.core.model_root import ModelRoot
-from engine_service.core.ports import FillProgress, FillReport, RelayLink
+from engine_service.core.ports import FillProgress, RelayLink
 from engine_service.core.pushed import Arrivals
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.update_files import check_sums
@@ -26,7 +26,7 @@ from engine_service.core.update_messages import (
     StagePiece,
 )
 from engine_service.core.update_request import DiskSource, RelaySource
-from engine_service.errors import CheckpointError, RelayUnreachable
+from engine_service.errors import CheckpointError, FillFailed, RelayUnreachable
 from relay_service.core.pull_report import PathStep
 
 
@@ -135,20 +135,11 @@ class RelayStaging:
             for fd in (fd for of_rank in descriptors for fd in of_rank):
                 os.close(fd)
         await ranks.stage([StageLent(manifest) for manifest in landed], Done)
-        files, notes = await self._files(report)
-        return Brought(files=files, probe=report.probe, path=report.path, notes=notes)
-
-    async def _files(self, report: FillReport) -> tuple[dict[str, bytes], list[str]]:
-        """Fetches the small files of the source: they may have been changed with its weights."""
-        name = report.path[-1].source_instance if report.path else ""
-        digest = report.source_weights_digest or report.weights_digest
         try:
-            for offer in await self._link.offers():
-                if offer.instance == name and offer.weights.digest == digest:
-                    return await self._link.fetch(offer), []
-        except RelayUnreachable as error:
-            return {}, [f"tokenizer and configuration stay: {error}"]
-        return {}, [f"tokenizer and configuration stay: {name or 'the source'} offers none"]
+            files, notes = await self._link.source_files(report), []
+        except (FillFailed, RelayUnreachable) as error:
+            files, notes = {}, [f"tokenizer and configuration stay as they are: {error.message}"]
+        return Brought(files=files, probe=report.probe, path=report.path, notes=notes)
 
 
 def _check_read(

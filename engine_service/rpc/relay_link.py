@@ -98,6 +98,10 @@ class GrpcRelayLink:
         """Has memory for staging filled."""
         raise NotImplementedError
 
+    async def source_files(self, report: FillReport) -> dict[str, bytes]:
+        """Fetches the small files of the instance that weights came from."""
+        raise NotImplementedError
+
     async def return_mapping(self) -> bool:
         """Has the relay give up writing; a relay that is dead has done so."""
         now = self._attachment.describe()

@@ -19,12 +19,12 @@ from engine_service.rpc import convert, convert_answer, convert_experts, convert
 from engine_service.rpc.admission import admit
 from engine_service.rpc.status import answers, streams
 from engine_service.rpc.updating import UpdatingRpcs
-from seedrelay.v1 import engine_pb2
+from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 
 
-class EngineServicer(UpdatingRpcs):
+class EngineServicer(UpdatingRpcs, engine_pb2_grpc.EngineServiceServicer):
     """Serves one instance."""
 
     def __init__(self, instance: Instance, filler: Filler) -> None:

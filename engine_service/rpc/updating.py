@@ -19,13 +19,13 @@ from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert_update as convert
 from engine_service.rpc.convert import update_to_proto
 from engine_service.rpc.status import answers, streams
-from seedrelay.v1 import engine_pb2, engine_pb2_grpc
+from seedrelay.v1 import engine_pb2
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 0.1
 
 
-class UpdatingRpcs(engine_pb2_grpc.EngineServiceServicer):
+class UpdatingRpcs:
     """Updates the weights of one instance."""
 
     _instance: Instance

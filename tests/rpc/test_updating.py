@@ -269,7 +269,7 @@ async def test_versions(stand, client):
     """All that served and all that failed, with who, from where and why."""
     await whole(client, operator="trainer")
     stand.ranks.bad = CheckpointError("layer.1 is torn")
-    with pytest.raises(CallFailed, match="layer.1 is torn") as failed:
+    with pytest.raises(CallFailed, match=r"layer\.1 is torn") as failed:
         await whole(client, asked("v3"))
     assert failed.value.code == "FAILED_PRECONDITION"
     records = await client.versions()
@@ -312,19 +312,36 @@ async def test_a_label(stand, client):
 async def test_an_answer_across_an_update(stand, client):
     """S26: every chunk carries the version that made it, and the last one both spans."""
     stand.ranks.gate.clear()
-    reading = asyncio.create_task(stand.service.answer(**tokens(1, max_tokens=6)))
+    reading = asyncio.create_task(stand.service.answer(**tokens(1, max_tokens=40)))
     await stand.ranks.stepping.wait()
     updating = asyncio.create_task(whole(client))
-    await eventually(lambda: stand.instance.engine.weights.epoch == 2)
+    await eventually(lambda: "pause" in stand.steps.log)
     stand.ranks.gate.set()
     await updating
     chunks = await reading
     spans = [(s.weight_version, s.epoch, s.start, s.end) for s in chunks[-1].version_spans]
     assert spans[0][:3] == ("v1", 1, 0)
-    assert spans[-1][0] == "v2"
-    assert spans[-1][3] == 6
+    assert [span[0] for span in spans] == ["v1", "v2"]
+    assert spans[-1][3] == 40
     made = [(c.weight_version, c.epoch) for c in chunks for _ in c.token_ids]
     assert made == [span[:2] for span in spans for _ in range(span[2], span[3])]
+
+
+async def test_a_tokenizer_that_switches(stand, client):
+    """Answers in flight go on with theirs; the next one has the new one."""
+    letters = json.loads(stand.instance.files["tokenizer.json"])
+    vocab = letters["model"]["vocab"]
+    vocab["B"], vocab["C"] = vocab["C"], vocab["B"]
+    stand.ranks.gate.clear()
+    reading = asyncio.create_task(stand.service.answer(**tokens(65)))
+    await stand.ranks.stepping.wait()
+    files = {"tokenizer.json": json.dumps(letters).encode()}
+    updating = asyncio.create_task(whole(client, asked(files=files)))
+    await eventually(lambda: "pause" in stand.steps.log)
+    stand.ranks.gate.set()
+    await updating
+    assert "".join(chunk.text for chunk in await reading) == "BCD"
+    assert "".join(chunk.text for chunk in await stand.service.answer(**tokens(65))) == "CBD"
 
 
 async def test_what_a_gateway_is_told(stand, client):
