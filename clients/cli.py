@@ -18,6 +18,7 @@ from clients import (
     cli_pause,
     cli_serve,
     cli_show,
+    cli_update,
     report,
 )
 from clients.cli_run import Failure, run, say
@@ -62,6 +63,8 @@ for name, command in cli_pause.COMMANDS.items():
     app.command(name)(command)
 app.command("check")(cli_check.check)
 cli_model.app.command("compile")(cli_compile.compile_model)
+app.command("update")(cli_update.update)
+app.command("versions")(cli_update.versions)
 app.add_typer(cli_model.app, name="model")
 app.add_typer(cli_experts.app, name="experts")
 

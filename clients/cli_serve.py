@@ -86,6 +86,12 @@ def engine(
     rate_limit: Annotated[
         str, typer.Option(help="Such as 64MiB/s, for being filled; 0 for no limit.")
     ] = "",
+    model_root: Annotated[
+        str, typer.Option(help="Folder below which updates may read; that of --model unless named.")
+    ] = "",
+    model_key: Annotated[
+        str, typer.Option(help="Ed25519 public key, PEM, that must have signed what updates read.")
+    ] = "",
     read_rate_limit: Annotated[
         str, typer.Option(help="Such as 64MiB/s, for reading weights, per rank; 0 for no limit.")
     ] = "",
@@ -124,6 +130,7 @@ def engine(
             weight_format=weight_format, compiled=compiled, device=device,
             threads=threads, deadline_seconds=deadline, fallback=fallback, transport=transport,
             rate_limit_bytes_per_second=parse_rate(rate_limit),
+            model_root=model_root, model_key=model_key,
             read_limit_bytes_per_second=parse_rate(read_rate_limit),
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting,

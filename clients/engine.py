@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
+from typing import Self
 
 from clients.channel import open_channel
 from clients.credentials import NOTHING, Credentials
+from clients.engine_updates import UpdateCalls
 from clients.errors import ClientError, Unreachable
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 
@@ -22,7 +21,7 @@ OVERTIME_SECONDS = 5.0
 """Time for an engine to say itself that the time of a pull is over."""
 
 
-class EngineClient:
+class EngineClient(UpdateCalls):
     """A connection to one engine. Use it as an async context manager, or close it.
 
     Every method raises `Unreachable`, `DeadlineExceeded` or `CallFailed`.
@@ -84,12 +83,14 @@ class EngineClient:
     async def abort(self, requests: Iterable[str]) -> int:
         """Ends requests by name, with what they have; returns how many answers were ended."""
         message = engine_pb2.AbortRequest(requests=requests)
-        response = await self._call(self._stub.Abort, message)
+        response = await self._answer(self._stub.Abort(message, timeout=CALL_SECONDS))
         return int(response.aborted)
 
     async def status(self) -> engine_pb2.EngineStatus:
         """Returns the state of the instance."""
-        response = await self._call(self._stub.GetStatus, engine_pb2.GetStatusRequest())
+        response = await self._answer(
+            self._stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
+        )
         status: engine_pb2.EngineStatus = response.status
         return status
 
@@ -98,7 +99,7 @@ class EngineClient:
     ) -> engine_pb2.PauseGenerationResponse:
         """Closes the gate and lets go of what runs; `timeout` is the call's own deadline."""
         done: engine_pb2.PauseGenerationResponse
-        done = await self._call(self._stub.PauseGeneration, request, timeout)
+        done = await self._answer(self._stub.PauseGeneration(request, timeout=timeout))
         return done
 
     async def resume(
@@ -107,25 +108,29 @@ class EngineClient:
         """Opens the gate."""
         request = engine_pb2.ContinueGenerationRequest(keep_reserved_memory=keep_reserved_memory)
         done: engine_pb2.ContinueGenerationResponse
-        done = await self._call(self._stub.ContinueGeneration, request)
+        done = await self._answer(self._stub.ContinueGeneration(request, timeout=CALL_SECONDS))
         return done
 
     async def flush(self) -> engine_pb2.FlushCacheResponse:
         """Empties the prefix cache."""
         done: engine_pb2.FlushCacheResponse
-        done = await self._call(self._stub.FlushCache, engine_pb2.FlushCacheRequest())
+        done = await self._answer(
+            self._stub.FlushCache(engine_pb2.FlushCacheRequest(), timeout=CALL_SECONDS)
+        )
         return done
 
     async def abort_all(self) -> int:
         """Ends every request with what it has; returns how many answers were ended."""
-        response = await self._call(self._stub.AbortAll, engine_pb2.AbortAllRequest())
+        response = await self._answer(
+            self._stub.AbortAll(engine_pb2.AbortAllRequest(), timeout=CALL_SECONDS)
+        )
         return int(response.aborted)
 
     async def expert_map(self, layers: Iterable[int] = ()) -> engine_pb2.GetExpertMapResponse:
         """Returns where the experts of some layers lie, or of all."""
         request = engine_pb2.GetExpertMapRequest(layers=layers)
         found: engine_pb2.GetExpertMapResponse
-        found = await self._call(self._stub.GetExpertMap, request)
+        found = await self._answer(self._stub.GetExpertMap(request, timeout=CALL_SECONDS))
         return found
 
     async def set_expert_map(
@@ -134,18 +139,15 @@ class EngineClient:
         """Moves experts to where some layers shall have them; an engine goes on after `timeout`."""
         request = engine_pb2.SetExpertMapRequest(layers=layers)
         done: engine_pb2.SetExpertMapResponse
-        done = await self._call(self._stub.SetExpertMap, request, timeout)
+        done = await self._answer(self._stub.SetExpertMap(request, timeout=timeout))
         return done
 
     async def check(
         self, request: engine_pb2.CheckWeightsRequest, timeout: float | None = None
     ) -> engine_pb2.CheckWeightsResponse:
         """Compares what lies in memory with what it should be, or was, or another one holds."""
-        try:
-            response = await self._stub.CheckWeights(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        found: engine_pb2.CheckWeightsResponse = response
+        found: engine_pb2.CheckWeightsResponse
+        found = await self._answer(self._stub.CheckWeights(request, timeout=timeout))
         return found
 
     async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
@@ -165,21 +167,6 @@ class EngineClient:
         timeout = limit + OVERTIME_SECONDS if limit else None
         async for response in self._stream(self._stub.PullWeights(request, timeout=timeout)):
             yield response
-
-    async def _call(self, method: Any, request: Any, timeout: float | None = CALL_SECONDS) -> Any:
-        try:
-            return await method(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-
-    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        finally:
-            call.cancel()
 
 
 def _seconds_before_retry(error: ClientError) -> float | None:

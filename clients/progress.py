@@ -1,4 +1,4 @@
-"""Shows how far a pull is: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Shows how far a pull or an update is, on stderr: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from seedrelay.v1 import weights_pb2
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 LINE_SECONDS = 2.0
 _MIB = 1 << 20
 
 
-class PullProgressBar:
-    """One pull's progress."""
+class _Bar:
+    """One transfer's progress."""
+
+    moving = ""
+    """Phase in which bytes move."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -37,7 +40,7 @@ class PullProgressBar:
                 TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
                 TransferSpeedColumn(), TimeRemainingColumn(), console=console,
             )  # fmt: skip
-            self._task = self._bar.add_task("pull", total=None)
+            self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -53,31 +56,46 @@ class PullProgressBar:
         if self._bar:
             self._bar.stop()
 
-    def show(self, progress: weights_pb2.PullProgress) -> None:
-        """Shows a step."""
-        if not progress.phase:
+    def _show(self, phase: str, words: str, done: int, total: int) -> None:
+        if not phase:
             return
         if self._bar:
-            self._bar.update(
-                self._task,
-                description=_words(progress),
-                total=progress.bytes_total or None,
-                completed=progress.bytes_verified,
-            )
-        elif progress.phase != self._phase or time.monotonic() - self._said_at > LINE_SECONDS:
-            self._phase, self._said_at = progress.phase, time.monotonic()
-            print(self._line(progress), file=sys.stderr, flush=True)  # noqa: T201
+            self._bar.update(self._task, description=words, total=total or None, completed=done)
+        elif phase != self._phase or time.monotonic() - self._said_at > LINE_SECONDS:
+            self._phase, self._said_at = phase, time.monotonic()
+            moves = total and phase == self.moving
+            line = words + (self._rate(done, total) if moves else "")
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _line(self, progress: weights_pb2.PullProgress) -> str:
-        if not progress.bytes_total or progress.phase != "transferring":
-            return _words(progress)
-        seconds = max(time.monotonic() - self._began, 1e-3)
-        rate = progress.bytes_verified / seconds
-        left = (progress.bytes_total - progress.bytes_verified) / rate if rate else 0
+    def _rate(self, done: int, total: int) -> str:
+        rate = done / max(time.monotonic() - self._began, 1e-3)
+        left = (total - done) / rate if rate else 0
         return (
-            f"{_words(progress)}: {progress.bytes_verified / _MIB:.0f} of "
-            f"{progress.bytes_total / _MIB:.0f} MiB, {rate / _MIB:.0f} MiB/s, {left:.0f} s left"
+            f": {done / _MIB:.0f} of {total / _MIB:.0f} MiB, {rate / _MIB:.0f} MiB/s, "
+            f"{left:.0f} s left"
         )
+
+
+class PullProgressBar(_Bar):
+    """How far a pull is."""
+
+    moving = "transferring"
+
+    def show(self, progress: weights_pb2.PullProgress) -> None:
+        """Shows a step."""
+        done, total = progress.bytes_verified, progress.bytes_total
+        self._show(progress.phase, _words(progress), done, total)
+
+
+class UpdateProgressBar(_Bar):
+    """How far an update is."""
+
+    moving = "staging"
+
+    def show(self, progress: engine_pb2.UpdateProgress) -> None:
+        """Shows a step."""
+        words = f"{progress.phase}{': ' + progress.note if progress.note else ''}"
+        self._show(progress.phase, words, progress.bytes_done, progress.bytes_total)
 
 
 def _words(progress: weights_pb2.PullProgress) -> str:

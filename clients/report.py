@@ -59,6 +59,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
         "placement": placement(status.placement),
         "format_fingerprint": status.format.fingerprint,
         "progress": progress(status.progress) if status.HasField("progress") else None,
+        "update": update_progress(status.update) if status.HasField("update") else None,
         "fill": pull(status.fill) if status.HasField("fill") else None,
         "phases": [
             {"name": p.name, "begin_seconds": p.begin_seconds, "end_seconds": p.end_seconds}
@@ -109,14 +110,8 @@ def load(done: engine_pb2.LoadReport) -> dict[str, Any]:
         "bytes_read": done.bytes_read,
         "bytes_held": done.bytes_held,
         "bytes_spilled": done.bytes_spilled,
-        "conversions": [
-            {
-                "source": c.source, "target": c.target, "lossy": c.lossy,
-                "tensors": c.tensor_count, "example": c.example,
-            }
-            for c in done.conversions
-        ],
-    }  # fmt: skip
+        "conversions": [conversion(c) for c in done.conversions],
+    }
 
 
 def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
@@ -174,14 +169,7 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
     """Returns what a pull did."""
     return {
         "state": state_name(report.state),
-        "path": [
-            {
-                "source_instance": s.source_instance, "address": s.address,
-                "transport": s.transport, "bytes_verified": s.bytes_verified, "reason": s.reason,
-                "recut": s.recut,
-            }
-            for s in report.path
-        ],
+        "path": [path_step(s) for s in report.path],
         "transport": report.transport,
         "model": report.model,
         "bytes_moved": report.bytes_moved,
@@ -194,6 +182,31 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
         "seconds_transfer": report.seconds_transfer,
         "seconds_commit": report.seconds_commit,
         "seconds_probe": report.seconds_probe,
+    }  # fmt: skip
+
+
+def update_progress(message: engine_pb2.UpdateProgress) -> dict[str, Any]:
+    """Returns how far an update is."""
+    return {
+        "phase": message.phase, "bytes_done": message.bytes_done,
+        "bytes_total": message.bytes_total, "note": message.note, "session": message.session,
+    }  # fmt: skip
+
+
+def path_step(step: weights_pb2.PathStep) -> dict[str, Any]:
+    """Returns a source that was tried."""
+    return {
+        "source_instance": step.source_instance, "address": step.address,
+        "transport": step.transport, "bytes_verified": step.bytes_verified,
+        "reason": step.reason, "recut": step.recut,
+    }  # fmt: skip
+
+
+def conversion(one: engine_pb2.Conversion) -> dict[str, Any]:
+    """Returns what became of the type of some tensors."""
+    return {
+        "source": one.source, "target": one.target, "lossy": one.lossy,
+        "tensors": one.tensor_count, "example": one.example,
     }  # fmt: skip
 
 

@@ -66,6 +66,11 @@ class EngineConfig:
     """Only transport to fill through: `shm` or `grpc`; empty to choose by probing."""
     rate_limit_bytes_per_second: int = 0
     """Most bytes per second to fill with; 0 for no limit."""
+    model_root: str = ""
+    """Folder below which updates may read; empty for the one in which `model` lies."""
+    model_key: str = ""
+    """PEM file with an Ed25519 public key that must have signed what updates read; empty for
+    none."""
     read_limit_bytes_per_second: int = 0
     """Most bytes per second that a rank reads of a checkpoint; 0 for no limit."""
     max_context_tokens: int = 8192

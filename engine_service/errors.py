@@ -9,6 +9,8 @@ EngineError
 ├── RequestExists          a request of that name is being served
 ├── NotOffered             an operation that this service does not have
 ├── WrongState             the instance is not in a state for this
+├── UpdateBusy             somebody else changes the weights
+├── UpdateEnded            the session of an update has ended
 ├── ModelError             a model folder that cannot be served
 │   ├── CheckpointError    a checkpoint that is broken or does not fit
 │   └── UnsupportedModel   a family, format or dtype that isn't supported
@@ -78,6 +80,14 @@ class NotOffered(EngineError):
 
 class WrongState(EngineError):
     """The instance is not in a state for this."""
+
+
+class UpdateBusy(EngineError):
+    """Somebody else changes the weights. `details` say who, and for how long."""
+
+
+class UpdateEnded(EngineError):
+    """The session of an update has ended: aborted, failed, or its lease is over."""
 
 
 class ModelError(EngineError):

@@ -28,6 +28,7 @@ from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
 from engine_service.core.prefix import kv_origin
 from engine_service.core.ranks import quiet
+from engine_service.core.turn import MOVES
 from engine_service.errors import EngineError, RankDied, WrongState
 from relay_service.core.instance import State
 from relay_service.core.manifest import Manifest, Unit, weights_digest
@@ -54,7 +55,6 @@ class ExpertMoves:
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
-        self._moving = asyncio.Lock()
 
     async def change(self, layers: Mapping[int, Slots]) -> MoveReport:
         """Moves experts to where some layers shall have them; returns when all are there.
@@ -68,7 +68,13 @@ class ExpertMoves:
         return await asyncio.shield(quiet(work))
 
     async def _change(self, layers: Mapping[int, Slots]) -> MoveReport:
-        async with self._moving:
+        turn = self._instance.turn
+        if turn.holder not in ("", MOVES):
+            raise WrongState(
+                f"{turn.holder} changes the weights: experts are moved afterwards",
+                field="update", found=turn.holder,
+            )  # fmt: skip
+        async with turn.taken(MOVES):
             target, report = known(self._instance).changed(layers), MoveReport()
             self._check_ready()
             try:

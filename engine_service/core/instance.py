@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_service.config import EngineConfig
@@ -31,6 +32,9 @@ from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayL
 from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup, quiet
 from engine_service.core.tokenizer import TextCodec
+from engine_service.core.turn import Turn
+from engine_service.core.update_request import UpdateProgress
+from engine_service.core.version_history import VersionHistory
 from engine_service.errors import ConfigError, NotReady, WrongState
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
@@ -66,6 +70,11 @@ class Instance:
         self.ranks = ranks
         self.engine = engine
         self.pauser = Pauser(engine, self.lifecycle, ranks.trim_memory)
+        self.turn = Turn()
+        """Of whoever changes the weights that serve."""
+        self.history = VersionHistory()
+        self.updating: Callable[[], UpdateProgress | None] = lambda: None
+        """Says how far an update is, while there is one."""
         self.phases = Phases()
         self.codec: TextCodec | None = None
         self.has_served = False
@@ -153,6 +162,7 @@ class Instance:
         self.lifecycle.to(State.READY)
         self.has_served = True
         self.engine.weights = weights
+        self.history.serve(weights, self._origin())
         _log.info("ready: %s, digest %s", weights.version, weights.digest)
         await self.tell_relay()
 
@@ -237,6 +247,13 @@ class Instance:
         self.phases.add("capture", built, time.monotonic())
         kind = "compiled ahead of time" if all(r.compiled for r in replies) else "captured"
         _log.info("the decode layer is %s", kind)
+
+    def _origin(self) -> str:
+        """Says where the first weights came from."""
+        if self.fill_report is None:
+            return f"disk:{self.config.model}"
+        path = self.fill_report.path
+        return f"relay:{path[-1].source_instance if path else ''}"
 
     def _limit_context(self) -> None:
         """A model has positions for so many tokens and no more."""

@@ -37,6 +37,11 @@ class TextCodec:
         self.vocab_size = _whole_number("config.json", "vocab_size", size)
         self.end_ids = self._end_ids(read_json(files, "generation_config.json"))
 
+    @property
+    def token_count(self) -> int:
+        """Tokens that the tokenizer knows; a vocabulary may have room for more."""
+        return int(self._tokenizer.get_vocab_size())
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of plain text."""
         return self._encode(text)

@@ -131,11 +131,6 @@ class Arena(Weights):
         """
 
     @property
-    def sequence(self) -> int:
-        """Number that is odd while a commit is applied, and another one after it."""
-        return self._memory.sequence
-
-    @property
     def sealed(self) -> bool:
         """Whether nobody can map the memory for writing any more."""
         return is_sealed(self.descriptors[0])

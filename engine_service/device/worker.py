@@ -149,35 +149,40 @@ class Worker:
 
     def _run(self, command: messages.Command) -> messages.Reply:
         rank = self._built(command)
-        reply: messages.Reply = messages.Done()
         match command:
             case messages.Step():
-                reply = rank.step(command.rows)
+                return rank.step(command.rows)
             case messages.LoadDisk():
-                reply = rank.load(
+                return rank.load(
                     Path(command.folder), self._replies.progress,
                     narrow=command.narrow, bytes_per_second=command.bytes_per_second,
                 )  # fmt: skip
-            case messages.RecordProbe():
-                reply = rank.record_probe()
             case StageExperts() | MoveExperts() | DropExperts():
-                reply = rank.experts.answer(command)
+                return rank.experts.answer(command)
             case DigestWeights():
-                reply = rank.checker.answer(command)
+                return rank.checker.answer(command)
+            case ApplyUpdate():
+                return rank.staging.apply()
+        return self._attend(rank, command)
+
+    def _attend(self, rank: Rank, command: messages.Command) -> messages.Reply:
+        """Does what neither computes for requests nor changes weights."""
+        reply: messages.Reply = messages.Done()
+        match command:
             case messages.Capture():
                 rank.capture()
                 times = self._imported_at, self._built_at
                 reply = messages.Captured(*times, rank.graphs.compiled)
+            case messages.RecordProbe():
+                reply = rank.record_probe()
+            case messages.CheckProbe():
+                rank.check_probe(command.probe)
             case messages.CutOff():
                 reply = messages.Moved(rank.arena.replace_backing())
             case messages.Commit():
                 rank.arena.seal()
             case TrimMemory():
                 reply = Trimmed(*rank.device.trim())
-            case messages.CheckProbe():
-                rank.check_probe(command.probe)
-            case ApplyUpdate():
-                reply = rank.staging.apply()
         return reply
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from google.protobuf import duration_pb2
 
 from engine_service.core.instance import Instance
-from engine_service.core.load_report import LoadReport
+from engine_service.core.load_report import Conversion, LoadReport
 from engine_service.core.ports import FillProgress, FillReport
+from engine_service.core.update_request import UpdateProgress
 from engine_service.errors import InvalidRequest
 from engine_service.rpc.convert_pause import MAX_TIMEOUT_SECONDS, closing_to_proto
 from relay_service.core.format import Placement
@@ -62,6 +63,8 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
         status.fill.CopyFrom(report_to_proto(instance.fill_report, instance.lifecycle.state))
     if instance.progress is not None:
         status.progress.CopyFrom(progress_to_proto(instance.progress))
+    if (update := instance.updating()) is not None:
+        status.update.CopyFrom(update_to_proto(update))
     if instance.format is not None:
         facts = [weights_pb2.FormatFact(name=n, value=v) for n, v in instance.format.facts]
         status.format.CopyFrom(
@@ -145,13 +148,7 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
     """Returns what a fill did."""
     return weights_pb2.PullReport(
         state=state_to_proto(state),
-        path=[
-            weights_pb2.PathStep(
-                source_instance=s.source_instance, address=s.address, transport=s.transport,
-                bytes_verified=s.bytes_verified, reason=s.reason, recut=s.recut,
-            )
-            for s in report.path
-        ],
+        path=map(step_to_proto, report.path),
         transport=report.transport, bytes_moved=report.bytes_moved,
         bytes_reread=report.bytes_reread, blocks_reused=report.blocks_reused,
         model=report.model,
@@ -159,6 +156,30 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
         source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching, seconds_transfer=report.seconds_transfer,
         seconds_commit=report.seconds_commit, seconds_probe=report.seconds_probe,
+    )  # fmt: skip
+
+
+def update_to_proto(progress: UpdateProgress) -> engine_pb2.UpdateProgress:
+    """Returns how far an update is."""
+    return engine_pb2.UpdateProgress(
+        phase=progress.phase, bytes_done=progress.bytes_done, bytes_total=progress.bytes_total,
+        note=progress.note, session=progress.session,
+    )  # fmt: skip
+
+
+def step_to_proto(step: PathStep) -> weights_pb2.PathStep:
+    """Returns a source that was tried."""
+    return weights_pb2.PathStep(
+        source_instance=step.source_instance, address=step.address, transport=step.transport,
+        bytes_verified=step.bytes_verified, reason=step.reason, recut=step.recut,
+    )  # fmt: skip
+
+
+def conversion_to_proto(one: Conversion) -> engine_pb2.Conversion:
+    """Returns what became of the type of some tensors."""
+    return engine_pb2.Conversion(
+        source=one.source, target=one.target, lossy=one.lossy, tensor_count=one.tensors,
+        example=one.example,
     )  # fmt: skip
 
 
@@ -184,14 +205,8 @@ def _ranks_to_proto(instance: Instance) -> list[engine_pb2.RankStatus]:
 
 
 def _load_to_proto(report: LoadReport) -> engine_pb2.LoadReport:
-    conversions = [
-        engine_pb2.Conversion(
-            source=one.source, target=one.target, lossy=one.lossy, tensor_count=one.tensors,
-            example=one.example,
-        )
-        for one in report.conversions
-    ]  # fmt: skip
     return engine_pb2.LoadReport(
         bytes_read=report.bytes_read, bytes_held=report.bytes_held,
-        bytes_spilled=report.bytes_spilled, conversions=conversions,
+        bytes_spilled=report.bytes_spilled,
+        conversions=map(conversion_to_proto, report.conversions),
     )  # fmt: skip

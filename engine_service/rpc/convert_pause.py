@@ -71,13 +71,16 @@ def fallback_from_proto(field: str, value: engine_pb2.PauseMode) -> PauseMode | 
     return mode_from_proto(field, value, PauseMode.ABORT)
 
 
-def seconds_from_proto(field: str, message: duration_pb2.Duration) -> float:
-    """Returns a time in seconds. Raises `InvalidRequest` for one before now or beyond use."""
-    seconds: float = message.seconds + message.nanos / 1e9
-    if not 0 <= seconds <= MAX_TIMEOUT_SECONDS:
+def seconds_from_proto(
+    field: str, message: duration_pb2.Duration, most: float = MAX_TIMEOUT_SECONDS
+) -> float:
+    """Returns a time in seconds, 0 where it is unset. Raises `InvalidRequest`."""
+    seconds = float(message.seconds) + message.nanos / 1e9
+    if not 0 <= seconds <= most:
         raise InvalidRequest(
-            f"{field} is out of range", field=field, found=f"{seconds:g} s", expected="0 s or more"
-        )
+            f"{field} is out of range", field=field, expected=f"0 to {most:g} s",
+            found=f"{seconds:g} s",
+        )  # fmt: skip
     return seconds
 
 

@@ -18,6 +18,7 @@ from engine_service.errors import NotOffered
 from engine_service.rpc import convert_gateway, convert_gateway_info
 from engine_service.rpc.admission import admitted
 from engine_service.rpc.status import answers, streams
+from engine_service.rpc.version_metadata import VersionMetadata
 
 
 class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -76,14 +77,15 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
         """Answers; leaving the call, or aborting it by name, frees its KV."""
-        del context
         from_proto = convert_gateway.request_from_proto
-        name = request.request_id
+        name, versions = request.request_id, VersionMetadata()
         async with admitted(self._instance, name, from_proto, request) as (wanted, pieces):
             writer = convert_gateway.AnswerWriter(request, wanted)
             async for piece in pieces:
+                versions.take(piece)
                 for response in writer.take(piece):
                     yield response
+        context.set_trailing_metadata(versions.metadata())
 
     @answers
     async def Abort(  # noqa: N802

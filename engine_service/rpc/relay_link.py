@@ -150,9 +150,7 @@ class GrpcRelayLink:
     async def manifests(self, ranks: int, *, staged: bool = False) -> list[Manifest]:
         """Returns what has landed, by rank."""
         now = self._attachment.describe()
-        return await _manifests(
-            self._relay, now.instance, now.generation, ranks, staged=staged
-        )
+        return await _manifests(self._relay, now.instance, now.generation, ranks, staged=staged)
 
     async def close(self) -> None:
         """Detaches."""
@@ -184,8 +182,7 @@ async def _manifests(
     """Returns checked manifests, by rank."""
     try:
         found = [
-            await relay.manifest(instance, generation, rank, staged=staged)
-            for rank in range(ranks)
+            await relay.manifest(instance, generation, rank, staged=staged) for rank in range(ranks)
         ]
     except (ClientError, ValueError) as error:
         raise RelayUnreachable(str(error)) from error

@@ -14,18 +14,22 @@ from engine_service.core.expert_moves import ExpertMoves
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
+from engine_service.core.update_sessions import UpdateSessions
 from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
 from engine_service.rpc.admission import admitted
 from engine_service.rpc.checking import CheckingRpcs
 from engine_service.rpc.pausing import PausingRpcs
 from engine_service.rpc.status import answers, streams
+from engine_service.rpc.updating import UpdatingRpcs
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
 PROGRESS_SECONDS = 0.1
 
 
-class EngineServicer(PausingRpcs, CheckingRpcs, engine_pb2_grpc.EngineServiceServicer):
+class EngineServicer(
+    PausingRpcs, CheckingRpcs, UpdatingRpcs, engine_pb2_grpc.EngineServiceServicer
+):
     """Serves one instance."""
 
     def __init__(self, instance: Instance, filler: Filler) -> None:
@@ -33,6 +37,7 @@ class EngineServicer(PausingRpcs, CheckingRpcs, engine_pb2_grpc.EngineServiceSer
         self._filler = filler
         self._experts = ExpertMoves(instance)
         self._checker = Checker(instance)
+        self._updates = UpdateSessions(instance)
 
     @streams
     async def Generate(  # noqa: N802

@@ -30,6 +30,8 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
     errors.RequestExists: _Code.ALREADY_EXISTS,
     errors.NotOffered: _Code.UNIMPLEMENTED,
     errors.WrongState: _Code.FAILED_PRECONDITION,
+    errors.UpdateBusy: _Code.UNAVAILABLE,
+    errors.UpdateEnded: _Code.FAILED_PRECONDITION,
     errors.ModelError: _Code.FAILED_PRECONDITION,
     errors.ArenaError: _Code.INTERNAL,
     errors.CaptureError: _Code.INTERNAL,
@@ -42,7 +44,7 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
 }
 """Subclasses follow their nearest base."""
 
-_RETRYABLE = (errors.NotReady, errors.QueueFull)
+_RETRYABLE = (errors.NotReady, errors.QueueFull, errors.UpdateBusy)
 
 
 def code_of(error: errors.EngineError) -> grpc.StatusCode:

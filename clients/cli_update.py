@@ -1,0 +1,181 @@
+"""`seedrelay update` and `seedrelay versions`: new weights for an engine that serves."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clients import report_update as report
+from clients.cli_run import Failure, run, say
+from clients.cli_security import with_credentials
+from clients.credentials import Credentials
+from clients.engine import EngineClient
+from clients.progress import UpdateProgressBar
+from clients.safetensors_files import read_folder
+from relay_service.core.rate import parse_rate
+from seedrelay.v1 import engine_pb2
+
+Engine = Annotated[str, typer.Option("--engine", help="Address of an engine, HOST:PORT.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+
+
+class Mode(StrEnum):
+    """What becomes of running requests."""
+
+    abort = "abort"
+    wait = "wait"
+    keep = "keep"
+    retract = "retract"
+
+
+class Staging(StrEnum):
+    """Where weights wait for their commit."""
+
+    host = "host"
+    layerwise = "layerwise"
+
+
+@with_credentials
+def update(
+    engine: Engine,
+    source: Annotated[
+        str, typer.Option("--from", help="disk:DIR (the engine's), relay:INSTANCE or push:DIR.")
+    ],
+    version: Annotated[str, typer.Option(help="What to call the new weights.")],
+    *,
+    mode: Annotated[Mode, typer.Option(help="What becomes of running requests.")] = Mode.retract,
+    partial: Annotated[bool, typer.Option(help="Tensors that do not come stay.")] = False,
+    staging: Annotated[
+        Staging, typer.Option(help="layerwise needs less memory, and a failure ends the engine.")
+    ] = Staging.host,
+    base_digest: Annotated[str, typer.Option(help="Weights digest that must serve.")] = "",
+    rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for disk and relay.")] = "",
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds for running requests to finish, in wait.", min=0)
+    ] = None,
+    on_deadline: Annotated[
+        Mode | None, typer.Option(help="What becomes of those that run then; else it gives up.")
+    ] = None,
+    no_clear_cache: Annotated[bool, typer.Option(help="Leave the prefix cache as it is.")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for another update.", min=0)] = 0,
+    operator: Annotated[str, typer.Option(help="Who updates, for the history.")] = "",
+    json_: Json = False,
+    credentials: Credentials,
+) -> None:
+    """Give an engine that serves new weights."""
+    asked = engine_pb2.WeightUpdate(
+        weight_version=version, base_digest=base_digest,
+        pause_mode=f"PAUSE_MODE_{mode.upper()}",
+        staging=f"STAGING_{staging.upper()}",
+        completeness="COMPLETENESS_PARTIAL" if partial else "COMPLETENESS_FULL",
+        clear_cache=False if no_clear_cache else None,
+    )  # fmt: skip
+    if deadline is not None:
+        asked.pause_deadline.FromNanoseconds(int(deadline * 1e9))
+    if on_deadline is not None:
+        asked.MergeFrom(
+            engine_pb2.WeightUpdate(on_pause_deadline=f"PAUSE_MODE_{on_deadline.upper()}")
+        )
+    folder = _name_source(asked.source, source, rate_limit)
+
+    async def work() -> None:
+        async with EngineClient(engine, credentials) as client:
+            if folder is None:
+                done = await _whole(client, asked, wait, operator)
+            else:
+                done = await _pushed(client, asked, folder, wait, operator)
+        _show(done, as_json=json_)
+
+    run(work(), as_json=json_)
+
+
+@with_credentials
+def versions(
+    engine: Engine,
+    *,
+    set_: Annotated[str, typer.Option("--set", help="Call the weights that serve so.")] = "",
+    json_: Json = False,
+    credentials: Credentials,
+) -> None:
+    """List the weights that an engine has had, or call those that serve otherwise."""
+
+    async def work() -> None:
+        async with EngineClient(engine, credentials) as client:
+            former = await client.set_version(set_) if set_ else ""
+            records = [report.version_record(one) for one in await client.versions()]
+        if json_:
+            former_of = {"former_weight_version": former} if set_ else {}
+            say(json.dumps({"versions": records, **former_of}))
+            return
+        for one in records:
+            reason = f"  {one['reason']}" if one["reason"] else ""
+            say(f"{one['time']}  {one['result']:<8}{one['weight_version']}  epoch {one['epoch']}  "
+                f"{one['weights_digest'] or '-'}  {one['source']}{reason}")  # fmt: skip
+
+    run(work(), as_json=json_)
+
+
+def _name_source(message: engine_pb2.WeightSource, text: str, rate_limit: str) -> Path | None:
+    """Says where weights come from; returns the folder that is pushed, if one is."""
+    kind, _, name = text.partition(":")
+    try:
+        rate = parse_rate(rate_limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate-limit") from error
+    if not name or kind not in ("disk", "relay", "push"):
+        raise typer.BadParameter("write disk:DIR, relay:INSTANCE or push:DIR", param_hint="--from")
+    if kind == "disk":
+        message.disk.folder, message.disk.rate_limit_bytes_per_second = name, rate
+    elif kind == "relay":
+        message.relay.options.source_instance = name
+        message.relay.options.rate_limit_bytes_per_second = rate
+    else:
+        message.push.SetInParent()
+    return Path(name) if kind == "push" else None
+
+
+async def _whole(
+    client: EngineClient, asked: engine_pb2.WeightUpdate, wait: float, operator: str
+) -> engine_pb2.UpdateReport:
+    request = engine_pb2.UpdateWeightsRequest(update=asked, operator=operator)
+    request.wait.FromNanoseconds(int(wait * 1e9))
+    done = None
+    with UpdateProgressBar() as bar:
+        async for message in client.update(request):
+            bar.show(message.progress)
+            done = message.report if message.HasField("report") else None
+    if done is None:
+        raise Failure("the engine ended the update without a report")
+    return done
+
+
+async def _pushed(
+    client: EngineClient, asked: engine_pb2.WeightUpdate, folder: Path, wait: float, operator: str
+) -> engine_pb2.UpdateReport:
+    try:
+        tensors = read_folder(folder)
+    except (OSError, ValueError) as error:
+        raise Failure(f"{folder} cannot be read: {error}") from error
+    request = engine_pb2.BeginWeightUpdateRequest(update=asked, operator=operator)
+    request.wait.FromNanoseconds(int(wait * 1e9))
+    begun = await client.begin_update(request)
+    await client.push(begun.session, tensors)
+    return await client.commit_update(begun.session)
+
+
+def _show(done: engine_pb2.UpdateReport, *, as_json: bool) -> None:
+    shown = report.update(done)
+    if as_json:
+        say(json.dumps(shown))
+        return
+    say(f"{shown['state']}: weights {shown['weight_version']} {shown['weights_digest']}, "
+        f"epoch {shown['epoch']}")  # fmt: skip
+    outcomes = ", ".join(f"{count} {name}" for name, count in shown["requests"].items() if count)
+    say(f"  {shown['bytes_changed']} bytes changed, {shown['seconds_staged']:.2f} s to stage, "
+        f"paused {shown['seconds_paused']:.3f} s ({outcomes or 'no requests'})")  # fmt: skip
+    for note in shown["notes"]:
+        say(f"  {note}")
