@@ -8,6 +8,7 @@ from tiny_llama import Sequence, serving_rank
 from engine_service.core import messages
 from engine_service.core.expert_messages import MoveExperts
 from engine_service.core.messages import Failed, Step
+from engine_service.core.update_messages import Trimmed, TrimMemory
 from engine_service.device.replies import Replies, kind_of
 from engine_service.device.worker import Worker
 from relay_service.core.channel import BlockingChannel, ChannelClosed
@@ -56,6 +57,22 @@ def test_progress_of_a_long_load_is_bounded():
     with pytest.raises(ChannelClosed):
         front.receive()
     front.close()
+
+
+def test_trimming_memory(tied):
+    """A rank says what its device had reserved, before and after; nothing on the CPU."""
+    ours, theirs = socket.socketpair()
+    served = Worker(BlockingChannel(theirs))
+    served._rank = serving_rank(tied)
+    front = BlockingChannel(ours)
+    for trim in ((0, 0), (100, 60)):
+        front.send(messages.encode(TrimMemory()))
+        if trim[0]:
+            served._rank.trim_memory = lambda: (100, 60)
+        served._answer(messages.decode_command(served._channel.receive()))
+        assert messages.decode_reply(front.receive()) == Trimmed(*trim)
+    front.close()
+    theirs.close()
 
 
 def test_errors_of_the_relay_keep_a_kind_that_the_front_knows():
