@@ -47,6 +47,8 @@ class Stager:
     def _serve(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         torch.set_num_threads(1)
+        if self._rank.device.torch.type == "cuda":
+            torch.cuda.set_device(self._rank.device.torch)  # each thread has one of its own
         try:
             while True:
                 self._answer(messages.decode_staging(self._channel.receive()))

@@ -139,6 +139,22 @@ def test_a_folder_says_what_was_read(rank, folders):
     assert found == [(FILE, status.st_ino, status.st_size, status.st_mtime_ns)]
 
 
+def test_a_folder_may_hold_a_part(rank, folders, tmp_path):
+    """Where a partial update was asked for; else what lacks is named."""
+    norm = loaded(folders[1])[NORM]
+    save_file({NORM: norm}, tmp_path / FILE)
+    opened(rank)
+    with pytest.raises(CheckpointError, match="missing tensors: model.embed_tokens"):
+        disk(rank, tmp_path)
+    opened(rank, partial=True)
+    disk(rank, tmp_path)
+    staged = finished(rank)
+    assert (staged.blocks_changed, staged.report.bytes_read) == (1, norm.nbytes)
+    rank.staging.apply()
+    assert torch.equal(rank.arena.tensors["norm"], norm)
+    assert rank.arena.digested() == staged.manifest
+
+
 def test_no_more_is_read_than_there_is_memory_for(rank, folders, monkeypatch):
     """The host says so before a byte is staged."""
     monkeypatch.setattr(stage_module, "available_bytes", lambda: 1000)
