@@ -71,11 +71,11 @@ class Checker:
             self._check_holds_weights()
             words, compare = await self._prepare(mode, against)
             done = await self._digest()
-            if done.digest == done.weights.digest:
-                self._proven = done.digest, [comparing.tensor_digests(one) for one in done.found]
+            # A large model has so many tensors that streams would wait for the loop.
+            differences = await asyncio.to_thread(self._compared, done, compare)
             report = CheckReport(
                 mode=mode, ranks=done.found, weights=done.weights, against=words,
-                differences=(*compare(done), *self._within(done)), ended_at=time.time(),
+                differences=differences, ended_at=time.time(),
                 seconds=time.monotonic() - began, seconds_paused=done.seconds_paused,
             )  # fmt: skip
             if mode is CheckMode.SNAPSHOT:
@@ -149,6 +149,11 @@ class Checker:
             if len(found) == len(replies):
                 break
         return tuple(found[rank] for rank in sorted(found)), seconds
+
+    def _compared(self, done: _Pass, compare: Compare) -> tuple[Difference, ...]:
+        if done.digest == done.weights.digest:
+            self._proven = done.digest, [comparing.tensor_digests(one) for one in done.found]
+        return (*compare(done), *self._within(done))
 
     def _with_manifests(self, done: _Pass) -> Iterator[Difference]:
         digest, proven = self._proven

@@ -134,7 +134,7 @@ def _contents(
         # One that it shares may differ because of another tensor.
         shared, number = min((_sharing(mine, number), number) for number in hit)
         both = differing[number]
-        what = f"{words}, or those of {shared} others in its block" if shared else words
+        what = f"{words}, or those of {shared} more in its block" if shared else words
         if expected:
             both, what = (expected[entry.name], found[entry.name]), words
         yield _difference(pair, number, entry.name, what, both)

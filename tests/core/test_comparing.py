@@ -104,7 +104,7 @@ def test_a_tensor_that_shares_its_block_is_suspected():
     data = bytes(layout.data_bytes)
     large = comparing.entries(layout)[-1]
     now = _listed(layout, _flipped(data, 64, large.offset + large.nbytes - 1))
-    suspected = "contents, or those of 3 others in its block"
+    suspected = "contents, or those of 3 more in its block"
     expected = _listed(layout, data)
     assert _named(comparing.with_manifest(expected.manifest, now)) == [
         (0, "a", 0, suspected), (0, "b", 0, suspected), (0, "c", 0, suspected),
@@ -114,6 +114,22 @@ def test_a_tensor_that_shares_its_block_is_suspected():
     assert _named(comparing.with_manifest(expected.manifest, now, known)) == [
         (0, "b", 0, "contents"), (0, "large", 1, "contents"),
     ]  # fmt: skip
+
+
+def test_an_alias_is_not_blamed_beside_its_owner():
+    """They are one storage, and one difference, in the same unit and in another."""
+    own = (TensorSpec("own", DType.U8, (9,)), TensorSpec("near", DType.U8, (9,), alias="own"))
+    far = (TensorSpec("far", DType.U8, (9,), alias="own"), TensorSpec("last", DType.U8, (9,)))
+    layout = lay_out(0, [UnitSpec("u", own), UnitSpec("v", far)])
+    data = bytes(layout.data_bytes)
+    was, now = _listed(layout, data), _listed(layout, _flipped(data, 3))
+    expected = [(0, "own", 0, "contents")]
+    assert _named(comparing.with_snapshot(was, now)) == expected
+    assert _named(comparing.with_manifest(was.manifest, now)) == expected
+    data = _flipped(data, layout.units[1].offset)
+    assert _named(comparing.with_snapshot(was, _listed(layout, data))) == [
+        (0, "last", 1, "contents")
+    ]
 
 
 def test_two_equal_sized_tensors_that_were_swapped():
@@ -194,8 +210,8 @@ def test_another_instance_may_hold_experts_elsewhere():
     """They are compared by what they are called; what only one side holds is named."""
     here, there = _ranks("ab", "cd", flip=(1, "c")), _ranks("dc", "ba")
     assert _named(comparing.with_units(_units(there), here, 1)) == [
-        (1, "layer.1.expert.2.up", 0, "contents, or those of 1 others in its block"),
-        (1, "layer.1.expert.2.down", 0, "contents, or those of 1 others in its block"),
+        (1, "layer.1.expert.2.up", 0, "contents, or those of 1 more in its block"),
+        (1, "layer.1.expert.2.down", 0, "contents, or those of 1 more in its block"),
     ]
     lacks = _named(comparing.with_units(_units(_ranks("abe")), _ranks("abc"), 1))
     assert lacks == [

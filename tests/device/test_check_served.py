@@ -135,7 +135,7 @@ async def test_a_first_check_says_what_it_cannot_tell(serve, plain):
     found = _named(await _check(service))
     assert (0, "layer.1.qkv") in {one[:2] for one in found}
     assert len(found) > 1
-    assert all("others in its block" in what for _, _, what in found)
+    assert all("more in its block" in what for _, _, what in found)
     _flip(service, 0, "layer.1.qkv")
     assert (await _check(service)).equal
     _flip(service, 0, "layer.1.qkv")

@@ -17,7 +17,9 @@ from engine_service.errors import NotReady, RankDied, RelayUnreachable
 from engine_service.rpc import convert_check
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.digests import block_digest
+from relay_service.core.dtypes import DType
 from relay_service.core.instance import State, Weights
+from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import weights_digest
 from seedrelay.v1 import engine_pb2
 
@@ -117,22 +119,51 @@ async def test_weights_that_serve_are_checked(service, memory, state):
         assert (refused.value.code, memory.asked) == ("FAILED_PRECONDITION", [])
 
 
-async def test_an_update_meanwhile(service, memory):
-    """What was digested before and while it was applied is forgotten."""
+@pytest.mark.parametrize("outlasts", [True, False])
+async def test_an_update_meanwhile(service, memory, outlasts):
+    """What was digested before and while it was applied is forgotten, whichever ends first."""
     memory.may_answer.clear()
     check = asyncio.create_task(_check(service))
     await eventually(lambda: memory.asked)
     service.instance.lifecycle.to(State.UPDATING)
-    memory.may_answer.set()
-    await eventually(lambda: len(memory.asked) == 2)
+    if outlasts:
+        memory.may_answer.set()
+        await eventually(lambda: len(memory.asked) == 2)
     memory.data[5] ^= 1
     service.instance.manifests = [memory.found().manifest]
     digest = weights_digest(service.instance.manifests)
     service.instance.engine.weights = Weights("v2", digest, 8)
     service.instance.lifecycle.to(State.READY)
+    memory.may_answer.set()
     found = await check
     assert (found.equal, found.weight_version, found.epoch) == (True, "v2", 8)
     assert memory.asked == [True, False] * 2
+
+
+async def test_tensors_of_former_weights_prove_nothing(service, memory):
+    """After an update a check cannot tell again which of several in a block it is."""
+    tensors = tuple(TensorSpec(name, DType.U8, (8,)) for name in "ab")
+    memory.layout = lay_out(0, [UnitSpec("u", tensors)])
+    memory.data = bytearray(memory.layout.data_bytes)
+
+    def serve(version, epoch):
+        service.instance.manifests = [memory.found().manifest]
+        digest = weights_digest(service.instance.manifests)
+        service.instance.engine.weights = Weights(version, digest, epoch)
+
+    serve("v1", 8)
+    assert (await _check(service)).equal
+    memory.data[0] = 1
+    serve("v2", 9)
+    memory.data[64] = 1
+    suspected = "contents, or those of 1 more in its block"
+    found = (await _check(service)).differences
+    assert [(one.tensor, one.what) for one in found] == [("a", suspected), ("b", suspected)]
+    memory.data[64] = 0
+    await _check(service)
+    memory.data[64] = 1
+    found = (await _check(service)).differences
+    assert [(one.tensor, one.what) for one in found] == [("b", "contents")]
 
 
 async def test_one_check_at_a_time(service, memory):
