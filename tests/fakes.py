@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import random
@@ -51,6 +52,16 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Non
     while not (await held if inspect.isawaitable(held := condition()) else held):
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)
+
+
+def resources() -> tuple[int, int]:
+    """Returns how many descriptors and arena mappings this process has.
+
+    What earlier tests have dropped is closed first, lest it be closed between two countings.
+    """
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:")
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps
 
 
 class FakeClock:

@@ -20,6 +20,7 @@ from fakes import (
     eventually,
     lay_out_bytes,
     random_bytes,
+    resources,
     same_weights,
     seam_layout,
 )
@@ -99,12 +100,6 @@ async def relay():
     await relay.close()
     shutil.rmtree(folder)
     await eventually(lambda: resources() == before)
-
-
-def resources() -> tuple[int, int]:
-    """Returns how many descriptors and arena mappings this process has."""
-    maps = Path("/proc/self/maps").read_text().count("memfd:")
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps
 
 
 async def assert_closed(engine: FakeEngine) -> None:

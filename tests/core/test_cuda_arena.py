@@ -4,12 +4,11 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fake_cuda import GRANULARITY, FakeDriver
 from fake_libcuda import FakeLibrary
-from fakes import lay_out_bytes, random_bytes
+from fakes import lay_out_bytes, random_bytes, resources
 
 from relay_service.core.digests import block_digest
 from relay_service.core.manifest import BLOCK_BYTES
@@ -152,10 +151,10 @@ def test_more_than_a_block_is_not_staged(shared):
 
 def test_no_memory_is_said_in_words_and_leaves_nothing(driver):
     """An arena that the device cannot hold costs neither memory nor descriptors."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = resources()
     with pytest.raises(ResourceExhausted, match="OUT_OF_MEMORY"):
         cuda.create(driver, 0, "tests", "tests", driver.memory_bytes + 1)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert resources() == before
 
 
 def test_a_digest_is_of_what_was_staged(driver, shared):

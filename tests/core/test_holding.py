@@ -1,7 +1,6 @@
 """What a relay holds of an attached instance."""
 
 import os
-from pathlib import Path
 
 import pytest
 from fakes import (
@@ -12,6 +11,7 @@ from fakes import (
     lay_out_bytes,
     random_bytes,
     replace,
+    resources,
     same_weights,
     seam_layout,
 )
@@ -81,12 +81,6 @@ def host():
     yield host
     host.close()
     assert resources() == before
-
-
-def resources() -> tuple[int, int]:
-    """Returns how many descriptors and arena mappings this process has."""
-    maps = Path("/proc/self/maps").read_text().count("memfd:")
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps
 
 
 def read(holding: Holding, epoch: int = 1) -> bytes:

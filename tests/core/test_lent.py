@@ -4,8 +4,16 @@ import errno
 import os
 
 import pytest
-from fakes import LentMemory, lay_out_bytes, random_bytes, replace, same_weights, verified
-from test_holding import Host, resources
+from fakes import (
+    LentMemory,
+    lay_out_bytes,
+    random_bytes,
+    replace,
+    resources,
+    same_weights,
+    verified,
+)
+from test_holding import Host
 
 from relay_service.core.attachment import Update
 from relay_service.core.instance import State, Weights

@@ -3,8 +3,16 @@
 import os
 
 import pytest
-from fakes import attach_message, lay_out_bytes, random_bytes, replace, same_weights, verified
-from test_holding import DATA, LAYOUT, Host, _exchanged, read, resources
+from fakes import (
+    attach_message,
+    lay_out_bytes,
+    random_bytes,
+    replace,
+    resources,
+    same_weights,
+    verified,
+)
+from test_holding import DATA, LAYOUT, Host, _exchanged, read
 
 from relay_service.core.attachment import Update
 from relay_service.core.holding import Holding
