@@ -8,6 +8,7 @@ import pytest
 from engines import tokens
 from fakes import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from clients.engine import EngineClient
 from clients.errors import CallFailed, DeadlineExceeded
@@ -148,6 +149,8 @@ async def test_who_pauses(service):
     status = await service.client.status()
     assert status.pause.operator.startswith("ipv4:127.0.0.1:")
     assert status.state == weights_pb2.INSTANCE_STATE_PAUSED
+    gateway = vllm_engine_pb2_grpc.VllmEngineStub(service.client.channel)
+    assert (await gateway.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())).is_paused
 
 
 @pytest.mark.parametrize("own", [True, False])
