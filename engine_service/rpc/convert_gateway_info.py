@@ -69,7 +69,7 @@ def server_info_to_proto(
     dtype = facts.get("dtype", "")
     return vllm_engine_pb2.GetServerInfoResponse(
         active_requests=len(scheduler.running) + len(scheduler.waiting),
-        is_paused=instance.lifecycle.state is State.PAUSED,
+        is_paused=instance.engine.gate.closed_by is not None,
         uptime_seconds=seconds_up,
         server_type=SERVER_TYPE,
         data_parallel_size=1,

@@ -131,6 +131,19 @@ async def test_those_that_were_retracted_are_waited_for(scene):
 
 
 @played
+async def test_finding_ones_own_kv_again(scene):
+    """What a retracted request finds of its own is no KV of others: nothing counts as cached."""
+    caller = scene.ask("a")
+    await asyncio.sleep(5.5)
+    await scene.pause(RETRACT, clear_cache=False)
+    await scene.resume()
+    await asyncio.sleep(1)
+    assert scene.scheduler.running[0].cached > 5
+    await scene.over()
+    assert [event.reused for event in caller.events] == [0] * 10
+
+
+@played
 async def test_a_deadline_without_a_mode(scene):
     """Requests that still run then make the call fail; the instance is as it was."""
     await three(scene)

@@ -75,7 +75,7 @@ def test_every_check_holds_on_a_fake_device():
     assert [line for line in lines if not line.startswith("ok ")] == [
         "skipped  nccl is captured: skipped: not on CUDA"
     ]
-    assert len(lines) == 16
+    assert len(lines) == 17
 
 
 def test_what_is_broken_fails(monkeypatch):

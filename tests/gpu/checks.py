@@ -20,6 +20,7 @@ CHECKS: tuple[Callable[[Place], str], ...] = (
     computing.the_runner_serves,
     memory.blocks_built_on_the_host_arrive,
     computing.refills_leave_addresses_and_memory,
+    computing.unused_memory_is_given_back,
     computing.a_killed_relay_disturbs_nobody,
     memory.memory_outlives_its_exporter,
     memory.rates,

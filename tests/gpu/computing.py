@@ -16,6 +16,7 @@ from tests.gpu.place import Lander, Place
 REFILLS = 50
 FLAT_FREE_BYTES = 64 << 20
 """How much of the device others may take while we look."""
+UNUSED_BYTES = 256 << 20
 PROMPTS = ([5], list(range(10, 30)), list(range(100, 103)))
 STEPS = 8
 
@@ -96,6 +97,18 @@ def a_killed_relay_disturbs_nobody(place: Place) -> str:
         lander.land(0)
     assert place.arena.digested().digest == place.manifests[0].digest, "the weights have changed"
     return _replay_equals_eager(place)
+
+
+def unused_memory_is_given_back(place: Place) -> str:
+    """A device takes back what torch keeps and does not use; graphs go on with what they use."""
+    device = place.device.torch
+    spare = torch.empty(UNUSED_BYTES, dtype=torch.uint8, device=device)
+    del spare
+    before, after = place.device.trim()
+    if device.type == "cuda":
+        assert before - after >= UNUSED_BYTES, (before, after)
+    _replay_equals_eager(place)
+    return f"{before >> 20} MiB reserved before, {after >> 20} MiB after"
 
 
 def nccl_is_captured(place: Place) -> str:

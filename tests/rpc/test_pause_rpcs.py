@@ -8,9 +8,11 @@ import pytest
 from engines import tokens
 from fakes import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from clients.engine import EngineClient
 from clients.errors import CallFailed, DeadlineExceeded
+from engine_service import app
 from engine_service.core.pausing import PauseMode, PauseRequest
 from relay_service.core.instance import State, Weights
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
@@ -148,6 +150,8 @@ async def test_who_pauses(service):
     status = await service.client.status()
     assert status.pause.operator.startswith("ipv4:127.0.0.1:")
     assert status.state == weights_pb2.INSTANCE_STATE_PAUSED
+    gateway = vllm_engine_pb2_grpc.VllmEngineStub(service.client.channel)
+    assert (await gateway.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())).is_paused
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -270,6 +274,37 @@ async def test_memory_is_given_back_after_an_update(service):
     await update(service, PauseMode.KEEP)
     done = await service.client.resume()
     assert (done.reserved_bytes_before, done.reserved_bytes_after) == (100, 60)
+
+
+class Link:
+    """A relay that hears how the instance changes."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, instance) -> None:
+        self._instance = instance
+        self.told = []
+
+    async def update(self) -> None:
+        """Reads the state, as an attachment does."""
+        self.told.append(self._instance.lifecycle.state)
+
+
+async def test_the_relay_hears_of_pauses(service):
+    """It is told of a pause and of its end, not of the moment in which weights are applied."""
+    service.instance.link = link = Link(service.instance)
+    telling = asyncio.create_task(app._tell_of_pauses(service.instance))
+    await service.client.pause(asks())
+    await eventually(lambda: link.told == [State.PAUSED])
+    await update(service, PauseMode.KEEP)
+    await eventually(lambda: link.told[1:] == [State.PAUSED])
+    await service.client.resume()
+    await eventually(lambda: link.told[-1] is State.READY)
+    await update(service, PauseMode.KEEP)
+    await eventually(lambda: link.told[-1] is State.READY)
+    assert State.UPDATING not in link.told
+    telling.cancel()
+    await asyncio.wait([telling])
 
 
 async def test_races(service):
