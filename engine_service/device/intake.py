@@ -20,7 +20,7 @@ from engine_service.device.checkpoint import Checkpoint, TensorHeader
 from engine_service.device.collector import Collector
 from engine_service.device.converting import changes, grouped, rounded
 from engine_service.device.dtypes import SCALES_SUFFIX
-from engine_service.device.fitting import check_fit, listed
+from engine_service.device.fitting import check_filled, check_fit, listed
 from engine_service.device.formats.linear import Linear
 from engine_service.device.landing import Digest, Update
 from engine_service.device.parts import parts_of
@@ -71,6 +71,7 @@ class Intake:
         """
         stored = checkpoint.tensors
         processed = processed_matrices(stored, slices, matrices)
+        check_filled(weights.manifest, processed)
         layouts = {name: one.layout for name, one in processed.items()}
         self._found = list(changes(weights.manifest, stored, layouts))
         self._layouts = layouts

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,19 +129,28 @@ def test_a_failure_in_place_says_that_the_weights_are_lost(front, folders, tmp_p
 
 
 def test_it_gives_way(front):
-    """A low priority, one thread to compute with; the threads of others stay as many."""
-    torch.set_num_threads(2)
-    try:
+    """A low priority, and one thread to compute with."""
+    front.ask(DropStaging())
+    native = front.stager._thread.native_id
+    assert os.getpriority(os.PRIO_PROCESS, native) == 10
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
+
+
+def test_threads_that_serve_stay_as_many(front):
+    """Also where they have computed nothing yet when the other thread begins."""
+
+    def serving() -> int:
+        torch.set_num_threads(2)
         other = Front(front.rank)
         other.stager.start()
         other.ask(DropStaging())
-        native = other.stager._thread.native_id
-        assert os.getpriority(os.PRIO_PROCESS, native) == 10
-        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
-        assert torch.get_num_threads() == 2
         other.close()
-    finally:
-        torch.set_num_threads(1)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as fresh:
+        found = fresh.submit(serving).result()
+    torch.set_num_threads(1)
+    assert found == 2
 
 
 @pytest.mark.parametrize("error", [ArenaError("torn"), RuntimeError("torn")])

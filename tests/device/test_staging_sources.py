@@ -144,7 +144,7 @@ def test_a_folder_may_hold_a_part(rank, folders, tmp_path):
     norm = loaded(folders[1])[NORM]
     save_file({NORM: norm}, tmp_path / FILE)
     opened(rank)
-    with pytest.raises(CheckpointError, match=r"missing tensors: model\.embed_tokens"):
+    with pytest.raises(CheckpointError, match="missing tensors: model"):
         disk(rank, tmp_path)
     opened(rank, partial=True)
     disk(rank, tmp_path)
