@@ -190,5 +190,5 @@ class Sessions(RuleBasedStateMachine):
         self.runner.close()
 
 
-Sessions.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Sessions.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestSessions = Sessions.TestCase

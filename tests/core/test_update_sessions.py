@@ -201,6 +201,8 @@ async def test_keys(stand):
     before = await stand.updates.begin(PUSH, Caller())
     calls = [asyncio.ensure_future(stand.updates.begin(PUSH, caller)) for _ in range(3)]
     await until(lambda: stand.instance.turn.waiting == 1)
+    with pytest.raises(UpdateBusy):  # each call has its own time
+        await stand.updates.begin(PUSH, replace(caller, wait_seconds=5))
     await before.abort("")
     sessions = await asyncio.gather(*calls)
     assert len({session.name for session in sessions}) == 1
