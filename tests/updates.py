@@ -99,7 +99,8 @@ class UpdateRanks(FakeRanks):
         self.headers: tuple[PushedHeader, ...] = ()
         self.bad: Exception | None = None
         self._ordered = asyncio.Lock()
-        self._lent: list[int] = []
+        self.lent: list[int] = []
+        """Memory for a relay, of the ranks' own."""
         self.staging_progress = [(0, 0)] * RANKS
 
     async def stage(self, commands, kind):
@@ -120,8 +121,14 @@ class UpdateRanks(FakeRanks):
 
     async def lend(self):
         await self._steps.step("lend")
-        self._lent = [os.memfd_create("lent") for _ in range(RANKS)]
-        return [[os.dup(fd)] for fd in self._lent]
+        self.close()
+        self.lent += [os.memfd_create("lent") for _ in range(RANKS)]
+        return [[os.dup(fd)] for fd in self.lent]
+
+    def close(self) -> None:
+        """Lets go of memory."""
+        while self.lent:
+            os.close(self.lent.pop())
 
     async def _stage(self, commands):
         async with self._ordered:
@@ -142,7 +149,7 @@ class UpdateRanks(FakeRanks):
                 self.pieces[command.tensor, command.offset] = command.data
                 self._fill(rank, contents_of(self.pushed)[rank])
             case StageLent():
-                data = os.pread(self._lent[rank], LAYOUTS[rank].data_bytes, 0)
+                data = os.pread(self.lent[rank], LAYOUTS[rank].data_bytes, 0)
                 assert verified(LAYOUTS[rank], data) == command.landed
                 self._fill(rank, data)
             case FinishStaging():
@@ -287,6 +294,9 @@ class Stand:
             await self.updates.push(session.name, TENSORS, pieces())
             return await session.commit()
         return await self.updates.update(wanted, caller, lambda _: None)
+
+    def __del__(self) -> None:
+        self.ranks.close()
 
     def facts(self) -> dict:
         """Returns all that says which weights serve."""

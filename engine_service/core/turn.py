@@ -30,7 +30,7 @@ class Turn:
         Raises `UpdateBusy`, which names who has it, and at once where too many wait already.
         """
         if self._lock.locked() and (wait <= 0 or self.waiting >= MAX_WAITING):
-            raise self._busy()
+            raise self.busy()
         await self._acquire(wait)
         self.holder, self._since = holder, asyncio.get_running_loop().time()
 
@@ -56,11 +56,12 @@ class Turn:
             async with asyncio.timeout(wait if self._lock.locked() else None):
                 await self._lock.acquire()
         except TimeoutError:
-            raise self._busy() from None
+            raise self.busy() from None
         finally:
             self.waiting -= 1
 
-    def _busy(self) -> UpdateBusy:
+    def busy(self) -> UpdateBusy:
+        """Returns the error that says who has it."""
         age = asyncio.get_running_loop().time() - self._since
         return UpdateBusy(
             f"{self.holder or 'somebody before'} changes the weights, for {age:.1f} s by now; "

@@ -9,7 +9,6 @@ import msgspec
 
 from engine_service.core.hashing import check_sum
 from engine_service.core.tokenizer import TextCodec, read_json
-from engine_service.device.config import parse_config
 from engine_service.errors import CheckpointError, InvalidRequest
 from relay_service.core.attachment import ARTIFACT_NAMES
 
@@ -81,6 +80,8 @@ def new_codec(serves: TextCodec, old: Mapping[str, bytes], new: Mapping[str, byt
 
 def _check_config(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> None:
     """The numbers in memory must mean the same."""
+    from engine_service.device.config import parse_config  # the way to READY does without
+
     # Said first and by its own name: it is what a wrong folder differs in most often.
     was, found = (read_json(dict(files), "config.json") for files in (old, new))
     if was.get("vocab_size") != found.get("vocab_size"):

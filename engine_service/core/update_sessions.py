@@ -133,9 +133,14 @@ class UpdateSessions:
 
     async def _begin_once(self, wanted: WeightUpdate, caller: Caller) -> tuple[Session, bool]:
         """Returns a session, and whether this call has begun it."""
-        key = caller.key
+        key, clock = caller.key, asyncio.get_running_loop().time
+        until = clock() + caller.wait_seconds
         while key in self._beginning:  # the same call, in the queue already
-            await asyncio.wait([self._beginning[key]])
+            left = max(0.0, until - clock())
+            done, _ = await asyncio.wait([self._beginning[key]], timeout=left)
+            if not done:
+                raise self._instance.turn.busy()
+            caller = replace(caller, wait_seconds=max(0.0, until - clock()))
         if known := self._begun(key, wanted):
             return known, False
         if not key:

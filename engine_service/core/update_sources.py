@@ -78,12 +78,12 @@ class DiskStaging:
         command = StageDisk(folder=str(folder), bytes_per_second=self._wanted.bytes_per_second)
         hashing = Hashing(folder, sums, self._wanted.bytes_per_second)
         watched.note = f"reading {folder}"
-        # A rank that reads cannot be stopped: what comes next waits until it has ended.
         reading = quiet(asyncio.ensure_future(ranks.stage_same(command, StagedFiles)))
         hashed = asyncio.ensure_future(hashing.run())
         try:
             replies, identities = await asyncio.gather(reading, hashed)
-        finally:
+        finally:  # where one fails, nobody waits for the other
+            reading.cancel()
             hashed.cancel()
         _check_read([reply.files for reply in replies], identities, checked=bool(sums))
         return Brought(files=files)

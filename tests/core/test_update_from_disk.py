@@ -243,6 +243,22 @@ def test_hashing_gives_way(tmp_path):
     assert seen["others"] == os.getpriority(os.PRIO_PROCESS, 0)
 
 
+async def test_a_file_that_is_written_while_it_is_hashed(tmp_path):
+    """Its bytes may be those that were meant, half of them of another time."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"new")
+    hashing = Hashing(tmp_path, {path.name: NEW}, 0)
+
+    class Writing:
+        def delay(self, nbytes):
+            os.utime(path, ns=(1, 1))
+            return 0
+
+    hashing._bucket = Writing()
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        await hashing.run()
+
+
 # Files that travel
 
 

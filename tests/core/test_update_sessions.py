@@ -9,6 +9,7 @@ from updates import BRINGS, TENSORS, Stand, manifests_of, pieces, virtually, wan
 
 from engine_service.core.expert_moves import ExpertMoves
 from engine_service.core.turn import MAX_WAITING, MOVES
+from engine_service.core.update_messages import StagePiece
 from engine_service.core.update_request import Phase
 from engine_service.core.update_sessions import MAX_KNOWN, Caller
 from engine_service.core.version_history import Result
@@ -102,18 +103,38 @@ async def test_a_lease_while_the_engine_stages(stand):
 
 @virtual
 async def test_a_push_that_falls_silent(stand):
-    """A call that is open and says nothing is ended with its session."""
+    """A call that is open and says nothing is ended with its session, even before its first."""
     before = stand.facts()
-    session = await stand.updates.begin(PUSH, Caller(lease_seconds=10))
 
-    async def silent():
-        async for piece in pieces():
-            yield piece
-            await asyncio.sleep(11)
+    async def silent(begins_at):
+        for number in range(3):
+            if number >= begins_at:
+                await asyncio.sleep(11)
+            yield StagePiece(1, 4 * number, b"1234")
 
-    with pytest.raises(UpdateEnded, match="lease has ended"):
-        await stand.updates.push(session.name, TENSORS, silent())
-    assert (stand.updates.current, stand.facts()) == (None, before)
+    for begins_at in range(3):
+        session = await stand.updates.begin(PUSH, Caller(lease_seconds=10))
+        with pytest.raises(UpdateEnded, match="lease has ended"):
+            await stand.updates.push(session.name, TENSORS, silent(begins_at))
+        assert (stand.updates.current, stand.facts()) == (None, before)
+
+
+@virtual
+async def test_an_abort_while_it_is_staged(stand):
+    """Whoever stages is told, and nothing is left of it."""
+    before = stand.facts()
+    stand.steps.hold_at = "FinishStaging"
+    session = await stand.updates.begin(PUSH, Caller())
+    staging = asyncio.ensure_future(stand.updates.push(session.name, TENSORS, pieces()))
+    await stand.steps.reached.wait()
+    aborting = asyncio.ensure_future(stand.updates.abort(session.name, "by hand"))
+    await asyncio.sleep(1)
+    assert stand.instance.turn.holder, "the ranks are still at it"
+    stand.steps.release.set()
+    assert await aborting is True
+    with pytest.raises(UpdateEnded, match="by hand"):
+        await staging
+    assert (stand.updates.current, stand.facts(), stand.ranks.staged) == (None, before, None)
 
 
 @virtual
@@ -201,6 +222,8 @@ async def test_keys(stand):
     before = await stand.updates.begin(PUSH, Caller())
     calls = [asyncio.ensure_future(stand.updates.begin(PUSH, caller)) for _ in range(3)]
     await until(lambda: stand.instance.turn.waiting == 1)
+    with pytest.raises(UpdateBusy):  # each call has its own time
+        await stand.updates.begin(PUSH, replace(caller, wait_seconds=5))
     await before.abort("")
     sessions = await asyncio.gather(*calls)
     assert len({session.name for session in sessions}) == 1

@@ -4,6 +4,9 @@ The list of steps is what the fakes have seen an update do; nobody writes it dow
 """
 
 import asyncio
+import contextlib
+import os
+from pathlib import Path
 
 import pytest
 from fakes import eventually
@@ -12,7 +15,7 @@ from updates import BRINGS, Stand, manifests_of, probe_of, wanted
 from engine_service.core.update_request import Staging
 from engine_service.core.update_sessions import Caller
 from engine_service.core.version_history import Result
-from engine_service.errors import CheckpointError, RankDied
+from engine_service.errors import CheckpointError, ProbeMismatch, RankDied, WrongState
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import weights_digest
 
@@ -174,13 +177,58 @@ async def test_weights_that_are_others_by_now(tmp_path):
     await stand.updates.stage(session.name)
     moved = Weights("v1", "ff" * 16, 2)
     stand.instance.engine.weights = moved
-    with pytest.raises(Exception, match="stage anew"):
+    with pytest.raises(WrongState, match="stage anew"):
         await session.commit()
     assert (stand.instance.engine.weights, stand.ranks.staged) == (moved, None)
+    stand = prepared(tmp_path)
+    stand.steps.hold_at = "pause"
+    updating = asyncio.ensure_future(stand.update(wanted()))
+    await stand.steps.reached.wait()
+    stand.instance.engine.weights = moved  # while it waits for those that run
+    stand.steps.release.set()
+    with pytest.raises(WrongState, match="stage anew"):
+        await updating
+    assert "ApplyUpdate" not in stand.steps.log
+    assert stand.instance.lifecycle.state is State.READY
+    stand = prepared(tmp_path)
     for field in ("base_digest", "expected_digest"):
-        with pytest.raises(Exception, match=r"weights serve|was expected") as refused:
+        with pytest.raises(WrongState, match=r"weights serve|was expected") as refused:
             await stand.update(wanted(**{field: "cd" * 16}))
         assert refused.value.details["field"] == field
+
+
+async def test_a_probe_that_is_not_met(tmp_path):
+    """What another instance computes with these weights must come out here, before the gate."""
+    stand = prepared(tmp_path)
+    before = stand.facts()
+    stand.instance.link.probe = b"another"
+    with pytest.raises(ProbeMismatch):
+        await stand.update(wanted("relay"))
+    assert stand.facts() == before
+    assert "pause" not in stand.steps.log
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_memory_that_is_lent_is_let_go(tmp_path, fails):
+    """Descriptors of the front's own are closed, however it ends."""
+    stand = prepared(tmp_path)
+    if fails:
+        stand.steps.fail_at, stand.steps.error = 2, CheckpointError("no")
+        with pytest.raises(CheckpointError):
+            await stand.update(wanted("relay"))
+        assert stand.steps.log[2] == "link.stage"
+    else:
+        await stand.update(wanted("relay"))
+    assert [copies(fd) for fd in stand.ranks.lent] == [1, 1], "those of the ranks are left"
+
+
+def copies(fd: int) -> int:
+    """Counts the descriptors of this process that are of the same memory."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += os.path.sameopenfile(int(entry.name), fd)
+    return found
 
 
 async def test_an_instance_that_is_paused_stays_paused(tmp_path):
