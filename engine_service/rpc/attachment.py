@@ -84,7 +84,7 @@ class Attachment:
             if isinstance(answer, Denied):
                 _log.error("the relay denied an update: %s", answer.reason)
             elif answer:  # else it hears of it when it is attached again
-                self._files_told = now.artifacts
+                self._files_told = dict(now.artifacts)
 
     async def lend(self, descriptors: list[list[int]]) -> None:
         """Lends memory of each rank for one pull; the descriptors stay the caller's.
@@ -176,7 +176,7 @@ class Attachment:
         answer = decode_to_engine(await channel.receive())
         if isinstance(answer, Denied):
             raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
-        self._files_told = now.artifacts
+        self._files_told = dict(now.artifacts)
 
     async def _keep(self) -> None:
         """Reads the relay's answers; attaches again when it was away."""
