@@ -290,9 +290,9 @@ class FakeEngine:
         await self.channel.send(encode(Update(**fields)))
         return decode_to_engine(await self.channel.receive())
 
-    async def lend(self, descriptors: Sequence[int]) -> Accepted | Denied:
+    async def lend(self, descriptors: Sequence[int], per_rank: int = 1) -> Accepted | Denied:
         """Lends memory for staging."""
-        await self.channel.send(encode(Lend()), tuple(descriptors))
+        await self.channel.send(encode(Lend(per_rank)), tuple(descriptors))
         return decode_to_engine(await self.channel.receive())
 
     async def commit(self, manifests: Sequence[Manifest], version: str, epoch: int = 1) -> None:

@@ -84,17 +84,20 @@ class Attachment:
             if isinstance(answer, Denied):
                 _log.error("the relay denied an update: %s", answer.reason)
             elif answer:  # else it hears of it when it is attached again
-                self._files_told = now.artifacts
+                self._files_told = dict(now.artifacts)
 
-    async def lend(self, descriptors: list[int]) -> None:
-        """Lends memory for one pull; the descriptors stay the caller's.
+    async def lend(self, descriptors: list[list[int]]) -> None:
+        """Lends memory of each rank for one pull; the descriptors stay the caller's.
 
         Raises `RelayUnreachable`, `ConfigError`, and `FillFailed` when the relay denies it.
         """
         if self._keeper:  # the relay may be back before it was attached to again
             await self._connect()
+        answer, message = None, Lend(len(descriptors[0]))
         async with self._telling:
-            answer = await self._say(self._channel, Lend(), descriptors) if self._channel else None
+            if self._channel:
+                passed = [fd for rank in descriptors for fd in rank]
+                answer = await self._say(self._channel, message, passed)
         if answer is None:
             raise RelayUnreachable(f"not attached to relay {self._relay.address}")
         if isinstance(answer, Denied):
@@ -173,7 +176,7 @@ class Attachment:
         answer = decode_to_engine(await channel.receive())
         if isinstance(answer, Denied):
             raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")
-        self._files_told = now.artifacts
+        self._files_told = dict(now.artifacts)
 
     async def _keep(self) -> None:
         """Reads the relay's answers; attaches again when it was away."""

@@ -114,7 +114,7 @@ class GrpcRelayLink:
     ) -> tuple[FillReport, list[Manifest]]:
         """Has memory filled that is lent for it, beside what serves."""
         async with self._staging:
-            await self._attachment.lend([fd for rank in descriptors for fd in rank])
+            await self._attachment.lend(descriptors)
             serves = self._attachment.describe().manifests
             try:
                 report = await self.pull(options, on_progress)

@@ -129,7 +129,9 @@ class AttachServer:
             await asyncio.wait([task])
 
     def _attach(self, channel: AsyncChannel, message: Attach) -> Holding:
-        holding = Holding(message, _take_descriptors(channel, message), self._map_arena)
+        ranks, per_rank = len(message.manifests), message.descriptors_per_rank
+        descriptors = _take_descriptors(channel, ranks, per_rank)
+        holding = Holding(message, descriptors, self._map_arena)
         try:
             self._holdings.add(holding)
         except RelayError:
@@ -143,7 +145,8 @@ class AttachServer:
         message = decode_to_relay(await channel.receive())
         answer: Accepted | Denied = Accepted()
         if isinstance(message, Lend):
-            descriptors = _take_descriptors(channel, holding.attach)
+            ranks, per_rank = len(holding.manifests), message.descriptors_per_rank
+            descriptors = _take_descriptors(channel, ranks, per_rank)
             try:
                 holding.lend(descriptors)
             except RelayError as error:  # what serves, serves on
@@ -167,11 +170,11 @@ async def _first_message(channel: AsyncChannel) -> Attach:
     return message
 
 
-def _take_descriptors(channel: AsyncChannel, attach: Attach) -> list[int]:
+def _take_descriptors(channel: AsyncChannel, ranks: int, per_rank: int) -> list[int]:
     try:
-        return channel.take_descriptors(len(attach.manifests) * attach.descriptors_per_rank)
+        return channel.take_descriptors(ranks * per_rank)
     except ChannelClosed as error:
-        raise InvalidRequest(f"{len(attach.manifests)} ranks: {error}") from error
+        raise InvalidRequest(f"{ranks} ranks: {error}") from error
 
 
 def _check_folder(folder: Path) -> None:

@@ -33,6 +33,8 @@ ARTIFACT_NAMES = frozenset(
 
 MAX_ARTIFACT_BYTES = 64 << 20
 
+PerRank = Annotated[int, msgspec.Meta(ge=1, le=2)]
+
 
 class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Attaches one life of an instance. Its arenas' descriptors come along, in rank order."""
@@ -47,7 +49,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     manifests: tuple[Manifest, ...]
     artifacts: dict[str, bytes]
     probe: bytes = b""
-    descriptors_per_rank: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    descriptors_per_rank: PerRank = 1
     """1 for an arena in host memory; 2 for one on a device, its header first."""
 
 
@@ -68,11 +70,14 @@ class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Lend(msgspec.Struct, frozen=True, tag=True):
-    """Lends memory for one pull, shaped like the arenas; its descriptors come along like theirs.
+    """Lends memory for one pull, shaped like the arenas; its descriptors come along, by rank.
 
-    It may be sparse: what the relay writes it allocates first. It is given back by
-    `ReturnMapping`, and by a pull that fails.
+    On the host it may be sparse: what the relay writes it allocates first. It is given back
+    by `ReturnMapping`, and by a pull that fails.
     """
+
+    descriptors_per_rank: PerRank = 1
+    """As in `Attach`; a device's arenas may have memory of the host lent beside them."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):

@@ -85,6 +85,7 @@ class Transfers:
         task.add_done_callback(lambda _: self._ended(transfer))
         said = fields(
             instance=holding.name, transfer=name, source=options.source_instance,
+            staged=space is holding.lent,
             bytes_total=sum(receiver.total_bytes for receiver in receivers),
             rate_limit_bytes_per_second=options.rate_limit_bytes_per_second,
         )  # fmt: skip

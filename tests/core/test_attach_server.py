@@ -296,6 +296,57 @@ async def test_staging_ends_when_other_weights_serve(relay):
     lent.close()
 
 
+async def _finish(relay, seed, transfer) -> None:
+    await transfer.task
+    assert relay.holdings.get("seed").return_mapping() == 1
+
+
+async def _give_up(relay, seed, transfer) -> None:
+    await relay.transfers.end(relay.holdings.get("seed"))
+
+
+async def _update(relay, seed, transfer) -> None:
+    (arena,) = seed.memory.arenas
+    arena.sequence += 1
+    seed.memory.fill([random_bytes(LAYOUT, 100 + arena.sequence)])
+    arena.sequence += 1
+    epoch = relay.holdings.get("seed").weights.epoch + 1
+    await seed.commit(seed.memory.manifests, f"v{epoch}", epoch)
+
+
+async def _fail(relay, seed, transfer) -> None:
+    await seed.update(state=State.FAILED, weights=Weights())
+
+
+async def _leave(relay, seed, transfer) -> None:
+    seed.leave()
+    await eventually(lambda: "seed" not in relay.attached())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("end", [_finish, _give_up, _update, _fail, _leave])
+async def test_however_a_staging_ends(relay, end, begun):
+    """Nothing stays mapped, open or leased, at whatever moment what happens meanwhile happens."""
+    source = relay.engine("new", random_bytes(LAYOUT, 5))
+    await source.attach(relay.path)
+    seed, lent = await relay.seed(), LentMemory([LAYOUT])
+    holding, before = relay.holdings.get("seed"), resources()
+    for _ in range(3):
+        await seed.lend(lent.descriptors)
+        options = PullOptions(source_instance="new") if end is _finish else SLOW
+        transfer = relay.transfers.start(holding, options)
+        if begun:
+            await eventually(lambda transfer=transfer: transfer.puller.blocks_landed)
+        await end(relay, seed, transfer)
+        await eventually(lambda: holding.lent is None)
+        assert transfer.task.done()
+        assert relay.holdings.leases.count() == 0
+        if end in (_fail, _leave):
+            break
+        assert resources() == before
+    lent.close()
+
+
 async def test_an_engine_that_leaves_at_once(relay):
     """An engine that goes before it is answered leaves its name free."""
     for _ in range(20):

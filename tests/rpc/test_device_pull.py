@@ -2,7 +2,7 @@
 
 import pytest
 from fake_cuda import FakeDriver
-from fakes import Memory, same_weights, verified
+from fakes import LentMemory, Memory, same_weights, verified
 from test_relay_pull import pull
 
 from clients.errors import CallFailed
@@ -87,8 +87,9 @@ async def test_nothing_is_left_on_the_device(fleet, driver):
     assert not +driver.live
 
 
-async def test_staging_beside_an_arena_on_a_device(fleet, driver):
-    """What differs lands in device memory that was lent, and all of that is given back."""
+@pytest.mark.parametrize("place", ["device", "host"])
+async def test_staging_beside_an_arena_on_a_device(fleet, driver, place):
+    """What differs lands in memory that was lent, wherever it lies, and all is given back."""
     relay = await fleet.relay()
     data = bytearray(fleet.data)
     data[BLOCK_BYTES // 2] ^= 1
@@ -96,9 +97,9 @@ async def test_staging_beside_an_arena_on_a_device(fleet, driver):
     memory = DeviceMemory(driver, [fleet.layout], [fleet.data])
     memory.seal()
     target = await fleet.engine(relay, "target", memory=memory, descriptors_per_rank=2)
-    lent = DeviceMemory(driver, [fleet.layout])
+    lent = DeviceMemory(driver, [fleet.layout]) if place == "device" else LentMemory(memory.layouts)
     before = +driver.live
-    assert await target.lend(lent.descriptors) == Accepted()
+    assert await target.lend(lent.descriptors, len(lent.descriptors)) == Accepted()
     client = fleet.client(relay)
     *_, last = await pull(client, source_instance="new")
     assert last.report.bytes_moved == fleet.layout.block(0).nbytes
@@ -106,7 +107,8 @@ async def test_staging_beside_an_arena_on_a_device(fleet, driver):
     assert await client.return_mapping("target", "", 10) == 1
     assert +driver.live == before
     block = fleet.layout.block(0)
-    assert lent.contents()[: block.nbytes] == data[: block.nbytes]
+    staged = lent.contents()[: block.nbytes] if place == "device" else lent.bytes_at(0)
+    assert staged == data[: block.nbytes]
     assert same_weights(fleet.layout, memory.contents(), fleet.data)
     lent.close()
 

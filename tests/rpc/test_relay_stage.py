@@ -404,9 +404,12 @@ async def test_files_that_change_with_an_update(fleet, serve):
     holding = relay.holdings.get("target")
     applied = []
     apply = holding.apply
-    holding.apply = lambda update: (applied.append(update.artifacts), apply(update))
+    holding.apply = lambda update: (
+        applied.append(update.artifacts and dict(update.artifacts)),
+        apply(update),
+    )
     await serving.link.update()
-    serving.changes["artifacts"] = {"config.json": b"2"}
+    serving.changes["artifacts"]["config.json"] = b"2"
     for _ in range(2):
         await serving.link.update()
     assert applied == [None, {"config.json": b"2"}, None]
