@@ -45,7 +45,7 @@ def check(
         else:
             _table(found)
         if not found.equal:
-            say_error(Failure(f"{found.difference_count} differences"))
+            say_error(Failure(f"the weights differ: {found.difference_count} found"))
             raise typer.Exit(1)
 
     run(work(), as_json=json_)

@@ -8,9 +8,11 @@ from typing import Any
 
 from stage import Fleet, Result, Stage, answer, reach, seedrelay
 
+from clients.engine import EngineClient
 from clients.launch import Service
 from clients.relay import RelayClient
 from relay_service.core.manifest import TensorEntry
+from seedrelay.v1 import engine_pb2
 
 TENSOR = "layer.2.gate_up"
 
@@ -23,6 +25,12 @@ async def _check(engine: Service, *arguments: str, status: int = 0) -> Any:
 
 async def _run(engine: Service, *arguments: str) -> Result:
     return await asyncio.to_thread(seedrelay, "check", "--engine", engine.address, *arguments)
+
+
+async def _equal(engine: Service, mode: engine_pb2.CheckMode, against: str = "") -> bool:
+    async with EngineClient(engine.address) as client:
+        request = engine_pb2.CheckWeightsRequest(mode=mode, against=against)
+        return (await client.check(request)).equal
 
 
 def _flip(pid: int, address: int) -> None:
@@ -52,28 +60,26 @@ async def test_a_byte_that_flipped_in_a_process(stage: Stage, fleet: Fleet) -> N
     names = {one["name"]: one["digest"] for one in whole["ranks"][0]["tensors"]}
     assert {TENSOR, "rotary.cos", "rotary.sin"} < names.keys()
     assert (await _check(target, "--snapshot"))["equal"]
-    assert (await _check(target, "--against", "seed"))["equal"]
 
     entry, blocks = await _entry(fleet, status.instance, status.generation)
     pid, address = status.ranks[0].pid, status.ranks[0].arena_address + entry.offset
     _flip(pid, address)
-    for arguments in ((), ("--compare",)):
-        found = await _check(target, *arguments, status=1)
-        (one,) = found["differences"]
-        assert (one["rank"], one["tensor"], one["what"]) == (0, TENSOR, "contents")
-        assert one["block"] in blocks
-        assert one["expected"] == names[TENSOR] != one["found"]
+    (one,) = (await _check(target, status=1))["differences"]
+    assert (one["rank"], one["tensor"], one["what"]) == (0, TENSOR, "contents")
+    assert one["block"] in blocks
+    assert one["expected"] == names[TENSOR] != one["found"]
     found = await _check(target, "--against", "seed", status=1)
     assert (0, TENSOR) in {(one["rank"], one["tensor"]) for one in found["differences"]}
-    shown = await _run(target)
-    assert (shown.status, shown.err) == (1, "error: 1 differences\n")
+    shown = await _run(target, "--compare")
+    assert (shown.status, shown.err) == (1, "error: the weights differ: 1 found\n")
     assert f"{TENSOR}: contents, expected {names[TENSOR]}" in shown.out
     # What it says to hold is what it should hold, and the seed is whole.
-    assert (await _check(fleet.seed, "--against", "checked"))["equal"]
+    assert await _equal(fleet.seed, engine_pb2.CHECK_MODE_DIFF, "checked")
 
     _flip(pid, address)
-    for arguments in ((), ("--compare",), ("--against", "seed")):
-        assert (await _check(target, *arguments))["equal"]
+    assert await _equal(target, engine_pb2.CHECK_MODE_DIGEST)
+    assert await _equal(target, engine_pb2.CHECK_MODE_COMPARE)
+    assert await _equal(target, engine_pb2.CHECK_MODE_DIFF, "seed")
     assert await answer(target) == before
 
 
