@@ -109,7 +109,7 @@ async def test_a_push_that_falls_silent(stand):
     async def silent(begins_at):
         for number in range(3):
             if number >= begins_at:
-                await asyncio.sleep(11)
+                await asyncio.sleep(1000)
             yield StagePiece(1, 4 * number, b"1234")
 
     for begins_at in range(3):
@@ -117,6 +117,7 @@ async def test_a_push_that_falls_silent(stand):
         with pytest.raises(UpdateEnded, match="lease has ended"):
             await stand.updates.push(session.name, TENSORS, silent(begins_at))
         assert (stand.updates.current, stand.facts()) == (None, before)
+        assert asyncio.get_running_loop().time() == 10 * (begins_at + 1)
 
 
 @virtual
