@@ -193,7 +193,7 @@ def _filled(ranks: int, salt: str):
 
 async def test_a_source_that_dies(fleet, serve):
     """Another source of these weights goes on where the first one ended."""
-    here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=16 << 20)
+    here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=2 << 20)
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage(PullOptions(source_instance="tiny")))
     await landing(there)
@@ -208,7 +208,7 @@ async def test_a_source_that_dies(fleet, serve):
 
 async def test_the_only_source_dies(fleet, serve):
     """Without another source the staging fails, and the memory is given back."""
-    here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=16 << 20)
+    here, there, _ = await two_hosts(fleet, changed(), egress_limit_bytes_per_second=2 << 20)
     serving = await serve(there)
     staging = asyncio.create_task(serving.stage())
     await landing(there)
@@ -233,7 +233,7 @@ async def test_an_update_of_the_source(fleet, serve):
     """A source that is updated meanwhile gives its new weights, and none of those before."""
     _, there, seed = await two_hosts(fleet, changed())
     serving = await serve(there)
-    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=8 << 20)
+    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=2 << 20)
     staging = asyncio.create_task(serving.stage(slow))
     await landing(there)
     await commit(seed, changed(2, seed=10), "v3", 2)
