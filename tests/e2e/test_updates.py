@@ -23,8 +23,6 @@ from seedrelay.v1 import engine_pb2
 MODES = ("abort", "wait", "keep", "retract")
 SOURCES = ("disk", "push", "relay")
 STREAMS, TOKENS, BEGUN = 16, 100, 3
-PROMPTS = [[32 + (17 * n + 31 * i * i) % 90 for i in range(24 + n)] for n in range(STREAMS)]
-"""Whole characters: an answer's text would depend on half a one before it."""
 LIMIT_SECONDS = 90.0
 
 
@@ -61,6 +59,10 @@ class Scene:
         self.engine = stage.engine(models["a"], *shared, "--weight-version", "v0")
         self._numbers = itertools.count(1)
         self._tokenizer = Tokenizer.from_file(str(models["a"] / "tokenizer.json"))
+        texts = [f"{number}. What does a seed need" + " more" * number for number in range(STREAMS)]
+        self.prompts = [self._tokenizer.encode(text).ids for text in texts]
+        self.known = self._tokenizer.encode("Why is the sea salty, and since when?").ids
+        """A prompt that nobody asks while weights change."""
 
     async def ready(self) -> None:
         """Waits for all, and asks the references what they say to the prompts."""
@@ -68,7 +70,7 @@ class Scene:
         *_, status = await asyncio.gather(*(reach(one) for one in services))
         self.addresses = [rank.arena_address for rank in status.ranks]
         self.answers = {
-            name: [one.tokens for one in await together(service, PROMPTS)]
+            name: [one.tokens for one in await together(service, [*self.prompts, self.known])]
             for name, service in self.references.items()
         }
 
@@ -136,20 +138,21 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     before, after = scene.serves, "b" if scene.serves == "a" else "a"
     old = (await status_of(scene.engine)).weight_version
     async with EngineClient(scene.engine.address) as client, asyncio.timeout(LIMIT_SECONDS):
-        running = [Played(prompt) for prompt in PROMPTS]
+        await play(client, Played(scene.known))
+        running = [Played(prompt) for prompt in scene.prompts]
         reading = asyncio.gather(*(play(client, one) for one in running))
         await asyncio.gather(*(one.begun.wait() for one in running))
         done = await scene.update(source, mode, after)
         await reading
-        first = await play(client, Played(PROMPTS[0]))
+        first = await play(client, Played(scene.known))
     status = await status_of(scene.engine)
     reference = await status_of(scene.references[after])
     assert [rank.digest for rank in status.ranks] == [rank.digest for rank in reference.ranks]
     assert done["weights_digest"] == status.weights_digest == reference.weights_digest
     assert [rank.arena_address for rank in status.ranks] == scene.addresses
-    assert (first.tokens, first.last.usage.cached_tokens) == (scene.answers[after][0], 0)
-    followers = await together(scene.engine, PROMPTS)
-    assert [one.tokens for one in followers] == scene.answers[after]
+    assert (first.tokens, first.last.usage.cached_tokens) == (scene.answers[after][-1], 0)
+    followers = await together(scene.engine, scene.prompts)
+    assert [one.tokens for one in followers] == scene.answers[after][:-1]
     for number, one in enumerate(running):
         _check_books(scene, one, {old, done["weight_version"]})
         _check_mode(one, mode, scene.answers[before][number], done)
