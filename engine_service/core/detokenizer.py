@@ -32,11 +32,16 @@ class Detokenizer:
         self._whole = 0
         """Tokens of the window that were there when the text was last whole."""
         self._said = ""
+        self._text = ""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that it completes, possibly none."""
         self._window.append(token)
         text = self._decode(self._window)
+        if self._says_nothing(token, text):
+            self._window.pop()
+            return ""
+        self._text = text
         if self._is_open(text):
             return ""
         final, piece = _final(text), ""
@@ -57,13 +62,21 @@ class Detokenizer:
             return self._decode(self._window[self._whole :])
         return text[len(self._said) :]
 
+    def _says_nothing(self, token: int, text: str) -> bool:
+        """Returns whether a token has no text, like special ones: no matter how many come.
+
+        A byte of an open character changes no text either, but has one of its own.
+        """
+        return len(self._window) > 1 and text == self._text and not self._decode([token])
+
     def _is_open(self, text: str) -> bool:
         """Returns whether the window may end within a character."""
         return text.endswith(_REPLACEMENT) and len(self._window) - self._whole <= _OPEN_BYTES
 
     def _begin_window_at(self, token: int) -> None:
         del self._window[:token]
-        self._said = _final(self._decode(self._window))
+        self._text = self._decode(self._window)
+        self._said = _final(self._text)
 
 
 def _final(text: str) -> str:

@@ -36,7 +36,8 @@ def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@given(st.lists(st.integers(0, 256), max_size=120))
+@given(st.lists(st.integers(0, 300), max_size=120))
+@example([0xF0, *[299] * 40, 0x9F, 0x98, *[299] * 40, 0x80])
 @example([0xC3, 0xA9] * 40)
 @example([0xFF] * 100)
 @example([0xF0, 0x9F, 0x91] * 40 + [0xA9])
