@@ -10,19 +10,19 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stage import Stage, reach, seedrelay, status_of
+from stage import Stage, reach, status_of
 from tokenizers import Tokenizer
 
 from clients.engine import EngineClient
 from clients.launch import Service
+from clients.safetensors_files import read_folder
 from seedrelay.v1 import engine_pb2
 
 MODES = ("abort", "wait", "keep", "retract")
 SOURCES = ("disk", "push", "relay")
-STREAMS, TOKENS, BEGUN = 16, 100, 3
+STREAMS, TOKENS, BEGUN = 16, 48, 2
 LIMIT_SECONDS = 90.0
 
 
@@ -74,16 +74,35 @@ class Scene:
             for name, service in self.references.items()
         }
 
-    async def update(self, source: str, mode: str, to: str) -> dict[str, Any]:
-        """Updates the engine as an operator would."""
-        what = f"relay:{to}" if source == "relay" else f"{source}:{self.models[to]}"
-        done = await asyncio.to_thread(
-            seedrelay, "update", "--engine", self.engine.address, "--from", what,
-            "--version", f"v{next(self._numbers)}", "--mode", mode, "--json",
-        )  # fmt: skip
-        assert done.status == 0, done.err
+    async def update(self, source: str, mode: str, to: str) -> engine_pb2.UpdateReport:
+        """Updates the engine."""
+        asked = engine_pb2.WeightUpdate(
+            weight_version=f"v{next(self._numbers)}", pause_mode=f"PAUSE_MODE_{mode.upper()}"
+        )
+        async with EngineClient(self.engine.address) as client:
+            done = await (self._pushed if source == "push" else self._whole)(
+                client, asked, source, to
+            )
         self.serves = to
-        return done.json()
+        return done
+
+    async def _whole(
+        self, client: EngineClient, asked: engine_pb2.WeightUpdate, source: str, to: str
+    ) -> engine_pb2.UpdateReport:
+        if source == "disk":
+            asked.source.disk.folder = str(self.models[to])
+        else:
+            asked.source.relay.options.source_instance = to
+        request = engine_pb2.UpdateWeightsRequest(update=asked)
+        return [message.report async for message in client.update(request)][-1]
+
+    async def _pushed(
+        self, client: EngineClient, asked: engine_pb2.WeightUpdate, _source: str, to: str
+    ) -> engine_pb2.UpdateReport:
+        asked.source.push.SetInParent()
+        begun = await client.begin_update(engine_pb2.BeginWeightUpdateRequest(update=asked))
+        await client.push(begun.session, read_folder(self.models[to]))
+        return await client.commit_update(begun.session)
 
     def text(self, tokens: list[int]) -> str:
         """Decodes a whole answer, end tokens aside."""
@@ -148,13 +167,13 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     status = await status_of(scene.engine)
     reference = await status_of(scene.references[after])
     assert [rank.digest for rank in status.ranks] == [rank.digest for rank in reference.ranks]
-    assert done["weights_digest"] == status.weights_digest == reference.weights_digest
+    assert done.weights_digest == status.weights_digest == reference.weights_digest
     assert [rank.arena_address for rank in status.ranks] == scene.addresses
     assert (first.tokens, first.last.usage.cached_tokens) == (scene.answers[after][-1], 0)
     followers = await together(scene.engine, scene.prompts)
     assert [one.tokens for one in followers] == scene.answers[after][:-1]
     for number, one in enumerate(running):
-        _check_books(scene, one, {old, done["weight_version"]})
+        _check_books(scene, one, {old, done.weight_version})
         _check_mode(one, mode, scene.answers[before][number], done)
     if mode == "retract":
         await _check_retracted(scene, running, after)
@@ -173,10 +192,10 @@ def _check_books(scene: Scene, one: Played, versions: set[str]) -> None:
     assert set(labels) <= versions
 
 
-def _check_mode(one: Played, mode: str, expected: list[int], done: dict[str, Any]) -> None:
+def _check_mode(one: Played, mode: str, expected: list[int], done: engine_pb2.UpdateReport) -> None:
     finish = engine_pb2.FINISH_REASON_ABORT if mode == "abort" else engine_pb2.FINISH_REASON_LENGTH
     made_before = one.last.version_spans[0].end
-    if one.last.version_spans[0].weight_version == done["weight_version"]:
+    if one.last.version_spans[0].weight_version == done.weight_version:
         made_before = 0  # it waited until the new weights served
     assert one.tokens[:made_before] == expected[:made_before]
     if made_before == TOKENS:
