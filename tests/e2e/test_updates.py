@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from stage import Stage, reach, status_of
@@ -215,3 +217,53 @@ async def _check_retracted(scene: Scene, running: list[Played], after: str) -> N
     assert [head + rest.tokens for head, rest in zip(heads, rests, strict=True)] == [
         one.tokens for one in cut
     ]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+async def test_one_update_after_another(scene: Scene, count: int) -> None:
+    """Under load, in turn by every source and mode: nothing waits for ever, nothing grows."""
+    stop = asyncio.Event()
+
+    async def ask(prompt: list[int]) -> None:
+        async with EngineClient(scene.engine.address) as client:
+            while not stop.is_set():
+                await play(client, Played(prompt))
+
+    asking = [asyncio.create_task(ask(prompt)) for prompt in scene.prompts[:4]]
+    cells = itertools.cycle(itertools.product(SOURCES, MODES))
+    async with asyncio.timeout(LIMIT_SECONDS + 2 * count):
+        for number, (source, mode) in zip(range(count), cells, strict=False):
+            await scene.update(source, mode, "b" if scene.serves == "a" else "a")
+            if number == len(SOURCES) * len(MODES):
+                before = _held(scene.engine)
+        stop.set()
+        await asyncio.gather(*asking)
+    after = _held(scene.engine)
+    for pid, held in after.items():
+        assert held.descriptors <= before[pid].descriptors + 2, "descriptors leak"
+        assert held.threads <= before[pid].threads + 2, "threads leak"
+        assert held.private_bytes < before[pid].private_bytes + (24 << 20), "memory leaks"
+    followers = await together(scene.engine, scene.prompts)
+    assert [one.tokens for one in followers] == scene.answers[scene.serves][:-1]
+    assert (await status_of(scene.engine)).epoch > count
+
+
+class Held(NamedTuple):
+    """What a process has."""
+
+    descriptors: int
+    threads: int
+    private_bytes: int
+
+
+def _held(service: Service) -> dict[int, Held]:
+    """Looks at every process of a service."""
+    found = {}
+    for pid in service.processes():
+        process = Path(f"/proc/{pid}")
+        sizes = [int(n) for n in (process / "statm").read_text().split()]
+        found[pid] = Held(
+            len(list((process / "fd").iterdir())), len(list((process / "task").iterdir())),
+            (sizes[1] - sizes[2]) * os.sysconf("SC_PAGE_SIZE"),
+        )  # fmt: skip
+    return found
