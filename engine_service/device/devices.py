@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from engine_service.errors import ConfigError
 from relay_service.core.manifest import Manifest
 from relay_service.memory import cuda_driver
 
+_MOST_COPY_THREADS = 4
+"""Memory has no more to give to further ones."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -36,6 +40,8 @@ class Device:
     """Opens the process group of several ranks."""
     trim: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Gives back what its allocator does not use; returns bytes reserved before and after."""
+    copy_threads: int = 1
+    """Threads that copy weights into the arena, while no rank does anything else."""
 
 
 def open_device(settings: RankConfig, memory: Memory | None = None) -> Device:
@@ -52,7 +58,9 @@ def _open_cpu(settings: RankConfig, memory: Memory | None) -> Device:
     # Of several ranks each has a graph of its own, with the group's name in it.
     compiled = settings.compiled if settings.world_size == 1 else "off"
     graphs = functools.partial(GraphRunner, compiled=compiled)
-    return Device(torch.device("cpu"), allocate, graphs, meet_over_gloo)
+    cores = len(os.sched_getaffinity(0)) // settings.world_size
+    threads = max(1, min(cores, _MOST_COPY_THREADS))
+    return Device(torch.device("cpu"), allocate, graphs, meet_over_gloo, copy_threads=threads)
 
 
 def _open_cuda(settings: RankConfig) -> Device:

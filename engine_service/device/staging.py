@@ -10,9 +10,11 @@ Only staging in place writes into the arena itself, while nothing is served from
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ from engine_service.device.lent import Lent
 from engine_service.device.proof import prove
 from engine_service.device.stage import Stage
 from engine_service.errors import ArenaError, WrongState
+from relay_service.core.manifest import Block
 
 if TYPE_CHECKING:
     from engine_service.device.rank import Rank
@@ -114,7 +117,7 @@ class Staging:
                 )
             began = time.monotonic()
             with arena.committing():
-                copied = _copied(stage, arena)
+                copied = _copied(stage, arena, self._rank.device.copy_threads)
             seconds = time.monotonic() - began
             self._release(stage)
             return Applied(copied, seconds)
@@ -187,10 +190,18 @@ class Staging:
         self._releasing.start()
 
 
-def _copied(stage: Stage, arena: Arena) -> int:
+def _copied(stage: Stage, arena: Arena, threads: int) -> int:
     """Copies what differs; returns how many bytes. Raises `ArenaError`."""
+    blocks = stage.to_copy
+    share = max(1, -(-len(blocks) // threads))
+    shares = [blocks[first : first + share] for first in range(0, len(blocks), share)]
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(functools.partial(_copied_share, stage, arena), shares))
+
+
+def _copied_share(stage: Stage, arena: Arena, blocks: Sequence[Block]) -> int:
     copied, manifest = 0, stage.manifest
-    for block in stage.to_copy:
+    for block in blocks:
         if arena.take(stage.weights, block) != manifest.block_digest(block.index):
             raise ArenaError(
                 f"block {block.index} ({manifest.tensor_at(block.index)}) arrived with other "

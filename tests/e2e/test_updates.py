@@ -219,7 +219,7 @@ async def _check_retracted(scene: Scene, running: list[Played], after: str) -> N
     ]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [26, pytest.param(200, marks=pytest.mark.full)])
 async def test_one_update_after_another(scene: Scene, count: int) -> None:
     """Under load, in turn by every source and mode: nothing waits for ever, nothing grows."""
     stop = asyncio.Event()
