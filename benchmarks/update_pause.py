@@ -150,7 +150,8 @@ def changed_copy(folder: Path, into: Path, share: float) -> Path:
     return into
 
 
-async def _ready(engines: Sequence[Service]) -> None:
+async def ready(engines: Sequence[Service]) -> None:
+    """Waits until all engines serve."""
     for engine in engines:
         async with EngineClient(engine.address) as client, asyncio.timeout(READY_SECONDS):
             async for status in client.watch():
@@ -204,7 +205,7 @@ def main() -> None:
             ))
             for instance in ("one", "other")
         ]  # fmt: skip
-        asyncio.run(_ready(engines))
+        asyncio.run(ready(engines))
         bench = Bench(engines[0], folders, base)
         rows += [asyncio.run(bench.delta(share, engines[1])) for share in SHARES]
         engines[1].stop()
