@@ -130,14 +130,19 @@ class RelayClient:
                 raise ValueError(f"artifact {sha256} is longer than {limit_bytes} bytes")
         return bytes(content)
 
-    async def acquire_lease(self, source: Instance, holder: str) -> tuple[str, bytes]:
-        """Takes a lease on a source's weights; returns it and the source's probe."""
+    async def acquire_lease(
+        self, source: Instance, holder: str, *, yields: bool = False
+    ) -> relay_pb2.AcquireLeaseResponse:
+        """Takes a lease on a source's weights; who `yields` is refused by one that is busy."""
         request = relay_pb2.AcquireLeaseRequest(
             instance=source.instance, generation=source.generation, epoch=source.weights.epoch,
             weights_digest=source.weights.digest, holder=holder, transfer=transfer_id.get(),
+            yields=yields,
         )  # fmt: skip
-        response = await self._unary(self._stub.AcquireLease(request, timeout=CALL_SECONDS))
-        return response.lease, response.probe
+        response: relay_pb2.AcquireLeaseResponse = await self._unary(
+            self._stub.AcquireLease(request, timeout=CALL_SECONDS)
+        )
+        return response
 
     async def release_lease(self, lease: str, timeout: float = CALL_SECONDS) -> None:
         """Gives a lease back."""

@@ -11,8 +11,11 @@ RelayError
 │   ├── Ambiguous          several models fit and none is named
 │   ├── WrongState         the instance is not in a state for this
 │   ├── LeaseEnded         the lease is over
+│   ├── ReadsFromReader    the reader is itself what this source is filled from
 │   └── EpochChanged       the source was updated while it was read
 ├── SourceFailed           a source died, stalled or broke the protocol
+├── NotYet                 a block that an incomplete source has not verified yet
+├── SourceBusy             a source that feeds as many readers as it can at full speed
 ├── NoSource               nobody (or nobody any more) can fill the target
 │   └── PartsMissing       rows and columns that no source holds
 ├── CorruptBlock           bytes that do not match their digest
@@ -85,8 +88,20 @@ class EpochChanged(Refused):
     """The source was updated while it was read."""
 
 
+class ReadsFromReader(Refused):
+    """The reader is itself, directly or not, what this source is filled from."""
+
+
 class SourceFailed(RelayError):
     """A source died, stalled or broke the protocol."""
+
+
+class NotYet(RelayError):
+    """A block, or the weights at all, that an incomplete source has not verified yet."""
+
+
+class SourceBusy(RelayError):
+    """A source that feeds as many readers as it can; `next` names whom to read from instead."""
 
 
 class NoSource(RelayError):

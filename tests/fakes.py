@@ -327,10 +327,14 @@ class FakeFleet:
         self.known = list(instances)
         self.asked = 0
         self.missing = ""
+        self.address = "here"
 
     async def instances(self) -> list[Instance]:
         self.asked += 1
         return list(self.known)
+
+    def announce_soon(self) -> None:
+        pass
 
 
 class FakeSource:
@@ -371,7 +375,7 @@ class FakeTransport:
     async def unusable(self, source: Instance) -> str:
         return self.why_unusable
 
-    async def open(self, source: Instance, holder: str) -> FakeSession:
+    async def open(self, source: Instance, holder: str, *, yields: bool = False) -> FakeSession:
         found = self.sources[source.instance]
         if found.open_error:
             raise found.open_error
@@ -381,6 +385,8 @@ class FakeTransport:
 
 class FakeSession:
     """A lease on a fake source."""
+
+    upstream = ()
 
     def __init__(self, source: FakeSource) -> None:
         self._source = source

@@ -9,6 +9,7 @@ the stream detaches; a `Lend` that is denied does not end it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -17,7 +18,7 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
-from relay_service.errors import InvalidRequest
+from relay_service.errors import InvalidRequest, Refused
 
 ARTIFACT_NAMES = frozenset(
     {
@@ -129,6 +130,20 @@ def check_attach(attach: Attach, descriptors: int) -> None:
         if manifest.rank != rank:
             raise InvalidRequest(f"manifest of rank {manifest.rank} stands at {rank}")
         check(manifest)
+
+
+def check_same_arenas(old: Sequence[Manifest], new: Sequence[Manifest], *, moved: bool) -> None:
+    """Raises `Refused`, `ManifestError` or `InvalidRequest` unless `new` are the arenas of `old`.
+
+    Where experts have moved, only the extents are the same.
+    """
+    if len(new) != len(old):
+        raise InvalidRequest(f"{len(new)} manifests for {len(old)} ranks")
+    for before, after in zip(old, new, strict=True):
+        check(after)
+        compared = before.extent_difference if moved else before.layout_difference
+        if difference := compared(after):
+            raise Refused(f"the arena has changed: {difference}")
 
 
 def by_sha256(artifacts: dict[str, bytes]) -> dict[str, tuple[str, bytes]]:

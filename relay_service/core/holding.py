@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from relay_service.core.arenas import close_arenas, map_arenas
-from relay_service.core.attachment import Attach, Update, by_sha256, check_attach
+from relay_service.core.attachment import (
+    Attach,
+    Update,
+    by_sha256,
+    check_attach,
+    check_same_arenas,
+)
 from relay_service.core.instance import (
     Artifact,
     Instance,
@@ -19,14 +25,15 @@ from relay_service.core.instance import (
     Weights,
     verified_digest,
 )
-from relay_service.core.layout import check
 from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
+from relay_service.core.offer import Offer, OfferSlot
 from relay_service.core.ports import Arena, MapArena
 from relay_service.core.readers import Readers
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
-from relay_service.errors import EpochChanged, InvalidRequest, NotFound, Refused, WrongState
+from relay_service.core.seats import Seats
+from relay_service.errors import EpochChanged, NotFound, Refused, WrongState
 
 
 class Holding:
@@ -51,6 +58,8 @@ class Holding:
         self.probe = attach.probe
         self.receivers: list[Receiver] = []
         self.landed = Landed()
+        self.offered = OfferSlot(attach.instance)
+        self.seats = Seats()
         self.lent: Lent | None = None
         self.detached = False
         self.artifacts: dict[str, tuple[str, bytes]] = {}
@@ -90,6 +99,7 @@ class Holding:
             artifacts=tuple(
                 Artifact(name, len(data), sha) for sha, (name, data) in self.artifacts.items()
             ),
+            filling=self.offered.now.filling if self.offered.now else None,
         )  # fmt: skip
 
     def apply(self, update: Update) -> None:
@@ -98,15 +108,9 @@ class Holding:
         Then, and when it raises `ManifestError` or `InvalidRequest`, nothing has changed.
         """
         manifests = list(update.manifests) or self.manifests
-        if len(manifests) != len(self.manifests):
-            raise InvalidRequest(f"{len(manifests)} manifests for {len(self.manifests)} ranks")
-        for old, new in zip(self.manifests, manifests, strict=True):
-            check(new)
-            # Experts that were moved leave every extent as it is, and make a new epoch.
-            moved = self.state.committed and update.weights.epoch > self.weights.epoch
-            compared = old.extent_difference if moved else old.layout_difference
-            if difference := compared(new):
-                raise Refused(f"the arena has changed: {difference}")
+        # Experts that were moved leave every extent as it is, and make a new epoch.
+        moved = self.state.committed and update.weights.epoch > self.weights.epoch
+        check_same_arenas(self.manifests, manifests, moved=moved)
         artifacts = self.artifacts if update.artifacts is None else by_sha256(update.artifacts)
         if update.state.holds_weights:
             if self._writers:
@@ -121,7 +125,8 @@ class Holding:
         self.probe = update.probe or self.probe
         state, weights = update.state, update.weights
         known = self.state.holds_weights and weights.epoch == self.weights.epoch
-        self._readers.follow(weights.epoch, news=state.holds_weights and not known)
+        also = self.offered.follow(state, weights)
+        self._readers.follow(weights.epoch, news=state.holds_weights and not known, also=also)
         self.state, self.weights = state, weights
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
@@ -148,6 +153,16 @@ class Holding:
             for manifest, arena, verified in zip(self.manifests, self._writers, landed, strict=True)
         ]
         return self.receivers
+
+    def offer(self, offer: Offer) -> None:
+        """Lets others read the blocks that have landed, and those that will.
+
+        A device's arena is not mapped twice: what lands there is read once it's complete.
+        """
+        if self.receivers and not self.detached and self.attach.descriptors_per_rank == 1:
+            self._readers.map(lambda: self._map(writable=False))
+            self.offered.put(offer, self.receivers)
+            self._readers.follow(self.weights.epoch, news=True, also=offer.epoch)
 
     def keep(self, manifests: list[Manifest]) -> None:
         """Takes note of what a pull has landed; the engine asks before it commits."""
@@ -184,14 +199,19 @@ class Holding:
         return close_arenas(self._writers) + self.drop_lent()
 
     @contextmanager
-    def reading(self, rank: int, epoch: int) -> Iterator[Arena]:
-        """Lends a rank's arena for one read.
+    def reading(self, rank: int, epoch: int, index: int = -1) -> Iterator[Arena]:
+        """Lends a rank's arena for one read, of one block where it is incomplete.
 
         Raises `EpochChanged` when the weights are, or became, others than those
-        of `epoch`; that comes before whatever the reader made of the bytes.
+        of `epoch`; that comes before whatever the reader made of the bytes. Raises `NotYet`
+        where the block is not verified, also afterwards.
         """
+        self.offered.check(rank, index, epoch)
         with self._readers.reading(rank, epoch) as arena:
-            yield arena
+            try:
+                yield arena
+            finally:
+                self.offered.check(rank, index, epoch)
 
     def close(self) -> bool:
         """Lets go of memory and descriptors once it is detached and nobody reads.
@@ -211,9 +231,10 @@ class Holding:
         Raises `NotFound`, also as long as not all of it has landed, and `EpochChanged` when the
         weights are others than those of `epoch`; 0 stands for any.
         """
-        if epoch not in (0, self.weights.epoch):
+        offer = self.offered.at(epoch)
+        if epoch not in (0, self.weights.epoch) and not offer:
             raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
-        manifests = self.manifests
+        manifests = offer.manifests if offer else self.manifests
         if staged:
             manifests = self.lent.manifests if self.lent else []
         if not 0 <= rank < len(manifests):

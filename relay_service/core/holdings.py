@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from relay_service.core.holding import Holding
-from relay_service.core.instance import Instance, State
+from relay_service.core.instance import FILLING_EPOCH, Instance, State
 from relay_service.core.leases import Lease, LeaseTable
-from relay_service.errors import Conflict, EpochChanged, NotFound, WrongState
+from relay_service.errors import Conflict, EpochChanged, NotFound, SourceBusy, WrongState
 
 
 class Holdings:
@@ -70,23 +72,39 @@ class Holdings:
             for holding in self._attached.values()
         ]
 
-    def acquire(self, name: str, generation: str, epoch: int, digest: str, holder: str) -> Lease:
-        """Grants a lease on weights as they were announced.
+    def acquire(
+        self, name: str, generation: str, epoch: int, digest: str, holder: str,
+        *, yields: bool = False,
+    ) -> Lease:  # fmt: skip
+        """Grants a lease on weights as they were announced, or on those that are still coming.
 
         Raises `NotFound`, `EpochChanged` when the instance holds others by now or is about to,
-        or `WrongState` when it holds none.
+        `WrongState` when it holds none, `ReadsFromReader` when it's filled from `holder`, and
+        `SourceBusy` for one that `yields` to its other readers.
         """
         holding = self.get(name, generation)
-        if holding.state is State.UPDATING:
-            raise EpochChanged(f"{name} is being updated", field="state", found=State.UPDATING)
-        if not holding.state.holds_weights:
-            raise WrongState(f"{name} is {holding.state}: it holds no complete weights")
-        if (holding.weights.epoch, holding.weights.digest) != (epoch, digest):
-            raise EpochChanged(
-                f"{name} holds other weights by now",
-                field="epoch", expected=str(epoch), found=str(holding.weights.epoch),
-            )  # fmt: skip
+        if coming := holding.offered.admit(holder, epoch, digest):
+            epoch = coming
+        else:
+            epoch = _committed(holding, epoch, digest)
+        if yields:
+            self._check_seats(holding, holder)
         return self.leases.acquire(name, holding.generation, epoch, holder)
+
+    async def filled(self, name: str, generation: str) -> None:
+        """Waits a second at most for a dummy to be filled, so that there's something to read.
+
+        Raises `NotFound`, or `NotYet` when nobody fills it.
+        """
+        holding = self.get(name, generation)
+        if holding.state.fillable:
+            there = partial(_is_filled, holding)
+            await holding.offered.arrivals.wait_for(there, f"what {name} is filled with")
+
+    def _check_seats(self, holding: Holding, holder: str) -> None:
+        readers = self.leases.holders(holding.name, holding.generation)
+        if ahead := holding.seats.send_on(readers, holder):
+            raise SourceBusy(f"{holding.name} is busy: {ahead} reads from it", next=ahead)
 
     def leased(self, lease: str) -> tuple[Lease, Holding]:
         """Returns a live lease and what it is on. Raises `LeaseEnded` or `NotFound`."""
@@ -95,6 +113,14 @@ class Holdings:
             if (holding.name, holding.generation) == (used.instance, used.generation):
                 return used, holding
         raise NotFound(f"{used.instance} has gone")
+
+    async def arrival(self, lease: str, rank: int, index: int) -> None:
+        """Waits for a block that an incomplete instance has yet to verify.
+
+        Raises `NotYet` after a second, `EpochChanged`, and what `leased` does.
+        """
+        used, holding = self.leased(lease)
+        await holding.offered.arrival(rank, index, used.epoch)
 
     def artifact(self, sha256: str) -> bytes:
         """Returns an artifact that an attached instance offers. Raises `NotFound`."""
@@ -105,3 +131,23 @@ class Holdings:
 
     def _in_use(self, holding: Holding) -> bool:
         return bool(self.leases.count(holding.name, holding.generation))
+
+
+def _is_filled(holding: Holding) -> bool:
+    return bool(holding.offered.now) or not holding.state.fillable
+
+
+def _committed(holding: Holding, epoch: int, digest: str) -> int:
+    """Returns at which epoch an instance holds what was announced, as coming or as there."""
+    name = holding.name
+    if holding.state is State.UPDATING:
+        raise EpochChanged(f"{name} is being updated", field="state", found=State.UPDATING)
+    if not holding.state.holds_weights:
+        raise WrongState(f"{name} is {holding.state}: it holds no complete weights")
+    announced = epoch in (0, holding.weights.epoch) or epoch > FILLING_EPOCH
+    if not announced or holding.weights.digest != digest:
+        raise EpochChanged(
+            f"{name} holds other weights by now",
+            field="epoch", expected=str(epoch), found=str(holding.weights.epoch),
+        )  # fmt: skip
+    return holding.weights.epoch

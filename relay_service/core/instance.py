@@ -66,6 +66,18 @@ class Artifact(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Filling(msgspec.Struct, frozen=True):
+    """Which weights an incomplete instance will hold, and from whom they come."""
+
+    model: str
+    version: str
+    digest: str
+    epoch: int
+    """At which its verified blocks are read; see `FILLING_EPOCH`."""
+    source: str
+    """Name of the instance that it reads from."""
+
+
 class Weights(msgspec.Struct, frozen=True):
     """Which weights an instance holds. All empty for a dummy."""
 
@@ -75,6 +87,9 @@ class Weights(msgspec.Struct, frozen=True):
     kv_origin: str = ""
     """What KV says it was computed by; empty for epoch and digest."""
 
+
+FILLING_EPOCH = 1 << 40
+"""Epochs of what isn't committed yet count from here, beyond all that an instance commits."""
 
 Life = tuple[str, str, int]
 """Name, generation and epoch: what a source is left for. With new weights it's another one."""
@@ -95,6 +110,24 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     """Address of the relay that serves its blocks."""
     leases: int = 0
+    filling: Filling | None = None
+    """What others may read of it already; None for one that is complete, or isn't filled."""
+
+    @property
+    def have_blocks(self) -> int:
+        """Verified blocks of all ranks."""
+        return sum(rank.have_blocks for rank in self.ranks)
+
+    def as_source(self) -> Instance:
+        """Returns it as its readers see it: an incomplete one with the weights that it will hold.
+
+        Its model is called what those weights are: a dummy may be called anything.
+        """
+        if not self.filling or not self.state.fillable:
+            return self
+        coming = self.filling
+        weights = Weights(coming.version, coming.digest, coming.epoch)
+        return msgspec.structs.replace(self, model=coming.model, weights=weights)
 
     @property
     def life(self) -> Life:

@@ -95,6 +95,11 @@ class LeaseTable:
             1 for v in self._leases.values() if not instance or _is_on(v, instance, generation)
         )
 
+    def holders(self, instance: str, generation: str) -> list[str]:
+        """Names who holds a live lease on one life of an instance."""
+        self.expire()
+        return [v.holder for v in self._leases.values() if _is_on(v, instance, generation)]
+
     def _end(self, leases: Iterable[str], how: str) -> None:
         for lease in filter(None, [self._leases.pop(lease, None) for lease in leases]):
             said = fields(

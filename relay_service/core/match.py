@@ -53,7 +53,14 @@ def match(target: Target, instances: list[Instance]) -> list[Match]:
 
 
 def misfit(target: Target, source: Instance) -> str:
-    """Says the first reason why `source` could not fill `target`; empty if it could."""
+    """Says the first reason why `source` could not fill `target`; empty if it could.
+
+    An incomplete one fills a target as long as it's filled itself, and only one that is placed
+    like it: of what is cut anew each block needs many, and some would always be missing.
+    """
+    if source.filling and source.state.fillable and target.format is not None:
+        otherwise = placed_otherwise(target, source)
+        return otherwise or source.format.difference(target.format)
     if not source.state.holds_weights or not source.weights.digest:
         return f"state: {source.state} holds no complete weights"
     return source.format.difference(target.format) if target.format is not None else ""

@@ -62,6 +62,10 @@ class MapArena(Protocol):
 class SourceSession(Protocol):
     """An open source: a lease on its weights, and a way to its blocks."""
 
+    @property
+    def upstream(self) -> Sequence[str]:
+        """Names everyone whom an incomplete source is filled from."""
+
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
 
@@ -70,7 +74,8 @@ class SourceSession(Protocol):
 
         Returns when all have landed. Raises `SourceFailed` when the source dies
         or stalls, `EpochChanged` or `LeaseEnded` when its weights are others by
-        now, and whatever `land` raises.
+        now, `NotYet` when an incomplete one lacks a block for a second, and
+        whatever `land` raises.
         """
 
     async def probe(self) -> bytes:
@@ -88,15 +93,23 @@ class Transport(Protocol):
     async def unusable(self, source: Instance) -> str:
         """Probes the way to a source. Says why it can't be used; empty if it can."""
 
-    async def open(self, source: Instance, holder: str) -> SourceSession:
-        """Takes a lease for `holder`. Raises `SourceFailed` or `Refused`."""
+    async def open(self, source: Instance, holder: str, *, yields: bool = False) -> SourceSession:
+        """Takes a lease for `holder`. Raises `SourceFailed`, `Refused` or `NotYet`.
+
+        Where `yields`, a source with readers enough raises `SourceBusy`.
+        """
 
 
 class Fleet(Protocol):
     """Everyone who is known to hold weights."""
 
+    address: str
+    """Of this host's relay."""
     missing: str
     """Who did not answer when everyone was asked last; empty when all did."""
 
     async def instances(self) -> list[Instance]:
         """Lists every known instance, this host's and the directory's."""
+
+    def announce_soon(self) -> None:
+        """Lets others know at once what has changed on this host."""

@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
-from relay_service.core.instance import Instance, Life, State
+from relay_service.core.instance import Instance
 from relay_service.core.manifest import weights_digest
-from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
+from relay_service.core.match import Target
+from relay_service.core.offer import Offer
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull_report import PathStep, PullOptions, PullReport
 from relay_service.core.rate import TokenBucket
-from relay_service.core.reading import Reader
+from relay_service.core.reading import Copied, Reader
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
-from relay_service.core.registry import EXPIRY_SECONDS
+from relay_service.core.search import Search
 from relay_service.errors import (
     ConfigError,
-    CorruptBlock,
-    EpochChanged,
-    FormatMismatch,
-    LeaseEnded,
-    NoSource,
-    PartsMissing,
     PullTimeout,
-    Refused,
     RelayError,
     ResourceExhausted,
+    SourceBusy,
     SourceFailed,
 )
-
-SEARCH_SECONDS = 0.25
 
 
 class Puller:
@@ -47,10 +41,12 @@ class Puller:
         transports: list[Transport],
         options: PullOptions,
         landed: Landed | None = None,
+        offer: Callable[[Offer], None] | None = None,
     ) -> None:
         """Fills from the best source of a fleet, over the first transport that reaches it.
 
-        `landed` is what an earlier pull into the same arenas left behind.
+        `landed` is what an earlier pull into the same arenas left behind. `offer` is told what
+        others may read while it lands.
         """
         self.report = PullReport()
         self.receivers = receivers
@@ -60,14 +56,10 @@ class Puller:
         self._options = options
         limit = TokenBucket(options.rate_limit_bytes_per_second)
         self._reader = Reader(target, receivers, landed or Landed(), limit, self.report)
-        self._left: set[Life] = set()
-        self._broke_off: set[Life] = set()
-        """Failed after they gave something: asked again when no other is there."""
-        self._news_until = 0.0
-        """When the fleet must have heard of an update that a source was left for."""
+        self._search = Search(target, fleet, options, self.report)
+        self._offer = offer or (lambda _: None)
         self._began = time.monotonic()
         self._first_byte_at = 0.0
-        self._last_error: Exception | None = None
 
     async def run(self) -> PullReport:
         """Pulls until every block is verified.
@@ -78,7 +70,7 @@ class Puller:
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
-                while not await self._drain(await self._next_source()):
+                while not await self._drain(*await self._search.next(self._blocks_verified)):
                     pass
         except TimeoutError:
             raise PullTimeout(
@@ -112,85 +104,39 @@ class Puller:
         """Bytes that are right in the arenas, those of earlier pulls included."""
         return sum(receiver.bytes_verified for receiver in self.receivers)
 
-    async def _next_source(self) -> Instance:
-        """Waits for a source that fits and was not left. Raises when waiting is in vain."""
-        while True:
-            matches = match(self._target, await self._fleet.instances())
-            # An update that comes to nothing leaves a source as it was: it may be asked again.
-            self._left -= {m.instance.life for m in matches if m.instance.state is State.UPDATING}
-            wanted = [m for m in matches if self._is_wanted(m.instance)]
-            if not self.report.path:
-                refuse_several_models([m.instance for m in wanted if m.fits])
-            if candidates := [m for m in wanted if self._may_ask(m)]:
-                return min(candidates, key=self._rank_of).instance
-            if time.monotonic() > self._news_until:
-                self._give_up_in_vain(wanted)
-            self.report.note = waiting_for(wanted, self._options.source_instance)
-            await asyncio.sleep(SEARCH_SECONDS)
+    @property
+    def _blocks_verified(self) -> int:
+        return sum(receiver.blocks_verified for receiver in self.receivers)
 
-    def _rank_of(self, match: Match) -> tuple[bool, bool]:
-        """Ranks candidates: what can be copied first, then who did not break off yet."""
-        return bool(match.recut), match.instance.life in self._broke_off
-
-    def _may_ask(self, match: Match) -> bool:
-        return match.fits and match.instance.life not in self._left
-
-    def _is_wanted(self, instance: Instance) -> bool:
-        return self._options.source_instance in ("", instance.instance, instance.model)
-
-    def _give_up_in_vain(self, wanted: list[Match]) -> None:
-        """Raises when waiting would not help: sources were left, or none of them fits."""
-        if any(m.fits for m in wanted):
-            raise self._exhausted()
-        if self.report.path:
-            raise NoSource(f"no source is left: {self.story()}", path=self.story())
-        complete = [m for m in wanted if m.instance.state.holds_weights]
-        if complete:
-            first = complete[0]
-            raise FormatMismatch(
-                f"{first.instance.instance} does not fit: {first.reason}",
-                field=first.reason.split(":", 1)[0], source=first.instance.instance,
-                hint="start the target like the seed, or name another source",
-            )  # fmt: skip
-
-    def _exhausted(self) -> RelayError:
-        last = self._last_error
-        if isinstance(last, CorruptBlock | Refused | PartsMissing):
-            last.details["path"] = self.story()
-            return last
-        return NoSource(f"no source is left: {self.story()}", path=self.story())
-
-    async def _drain(self, source: Instance) -> bool:
+    async def _drain(self, source: Instance, yields: bool) -> bool:  # noqa: FBT001
         """Reads what is missing from one source; returns whether the target is complete."""
         step = PathStep(source.instance, source.address, moved_before=self.bytes_moved)
         self.report.path.append(step)
         before = self._reader.sum("bytes_landed")
         try:
-            await self._read_from(source, step)
+            await self._read_from(source, step, yields=yields)
             step.reason = "complete"
         except (RelayError, OSError) as error:
             step.reason = self.report.note = str(error)
             if isinstance(error, ResourceExhausted):
                 raise  # it is this host that has no memory: no other source would help
-            self._leave(source, error, gave=self._reader.sum("bytes_landed") > before)
+            if isinstance(error, SourceBusy):
+                self.report.path.remove(step)  # it was not tried, only asked
+            gave = self._reader.sum("bytes_landed") > before
+            self._search.leave(source, error, gave=gave)
         finally:
             step.bytes_verified = self._reader.sum("bytes_landed") - before
         return step.reason == "complete"
 
-    def _leave(self, source: Instance, error: Exception, *, gave: bool) -> None:
-        self._last_error = error
-        # A cut connection or an ended lease can be had anew.
-        again = gave and isinstance(error, SourceFailed | LeaseEnded)
-        (self._broke_off if again else self._left).add(source.life)
-        if isinstance(error, EpochChanged):
-            self._news_until = time.monotonic() + EXPIRY_SECONDS
-
-    async def _read_from(self, source: Instance, step: PathStep) -> None:
+    async def _read_from(self, source: Instance, step: PathStep, *, yields: bool) -> None:
         transport = await self._choose(source)
         step.transport = transport.name
-        session = await transport.open(source, self._target.instance)
+        session = await transport.open(source, self._target.instance, yields=yields)
         try:
             way = await self._reader.prepare(session, source, step)
+            if isinstance(way, Copied):
+                probe = await session.probe()
+                self._offer(Offer(source, way.manifests, probe, session.upstream))
             if len(self.report.path) == 1:
                 self.report.blocks_reused = sum(r.blocks_verified for r in self.receivers)
             self._enter_transfer()
@@ -229,10 +175,7 @@ class Puller:
 
     def story(self) -> str:
         """Tells which sources were tried, over what, and why each was left."""
-        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
-                 for s in self.report.path]  # fmt: skip
-        said = steps or [self.report.note or "no source was found"]
-        return "; ".join(filter(None, [*said, self._fleet.missing]))
+        return self._search.story()
 
 
 def _chosen(transports: list[Transport], name: str) -> list[Transport]:

@@ -19,7 +19,8 @@ class Readers:
         self._arenas: list[Arena] = []
         self._sequences: list[int] = []
         """Of each arena, while it holds what its manifest says."""
-        self._epoch = 0
+        self._epochs: set[int] = set()
+        """At which they may be read; 0 is that of nothing."""
         self._reads = 0
         self._lock = threading.Lock()
 
@@ -27,12 +28,15 @@ class Readers:
         """Maps the arenas, unless they are mapped."""
         self._arenas = self._arenas or map_all()
 
-    def follow(self, epoch: int, *, news: bool) -> None:
-        """Takes the epoch over; what is `news` is what the arenas hold now."""
+    def follow(self, epoch: int, *, news: bool, also: int = 0) -> None:
+        """Takes the epoch over; what is `news` is what the arenas hold now.
+
+        What is read at the epoch `also` is the same, or a verified part of it.
+        """
         with self._lock:
             if news:
                 self._sequences = [arena.sequence for arena in self._arenas]
-            self._epoch = epoch
+            self._epochs = {epoch, also} - {0}
 
     @contextmanager
     def reading(self, rank: int, epoch: int) -> Iterator[Arena]:
@@ -61,7 +65,8 @@ class Readers:
         with self._lock:
             if not 0 <= rank < len(self._arenas):
                 raise NotFound(f"{self._name} has no readable rank {rank}")
-            if self._epoch != epoch:
-                raise EpochChanged(f"{self._name} is at epoch {self._epoch}, not {epoch}")
+            if epoch not in self._epochs:
+                now = min(self._epochs, default=0)
+                raise EpochChanged(f"{self._name} is at epoch {now}, not {epoch}")
             self._reads += 1
             return self._arenas[rank], self._sequences[rank]

@@ -16,9 +16,11 @@ from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
 from relay_service.core.together import in_thread, together
-from relay_service.errors import CorruptBlock, FormatMismatch, SourceFailed
+from relay_service.errors import CorruptBlock, FormatMismatch, NotYet, SourceFailed
 
 CORRUPTIONS_PER_SOURCE = 2
+NOT_YETS_PER_SOURCE = 3
+"""Answers in a row, of a second each, that the next block has not come yet."""
 MAX_RANKS = 1024
 
 
@@ -28,6 +30,7 @@ class Copied:
     def __init__(self, sources: Sequence[Manifest], receivers: Sequence[Receiver]) -> None:
         """Says what shall land; blocks that are there already are kept."""
         self._receivers = receivers
+        self.manifests = sources
         for receiver, manifest in zip(receivers, sources, strict=True):
             receiver.expect(manifest)
 
@@ -108,10 +111,15 @@ class Reader:
         await together(*(self._read_rank(session, way, rank) for rank in way.ranks))
 
     async def _read_rank(self, session: SourceSession, way: Way, rank: int) -> None:
-        corruptions = 0
+        corruptions = in_vain = 0
         while missing := way.missing(rank):
             try:
                 await session.read(rank, missing, partial(way.land, rank), self._limit)
+            except NotYet as error:
+                self._report.note = str(error)
+                in_vain = in_vain + 1 if len(way.missing(rank)) == len(missing) else 0
+                if in_vain >= NOT_YETS_PER_SOURCE:
+                    raise
             except CorruptBlock as error:
                 corruptions += 1
                 self._report.note = str(error)

@@ -6,7 +6,7 @@ Plain Python. One receiver per rank; blocks may come from several threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relay_service.core.copies import Copy
 from relay_service.core.digests import block_digest
@@ -48,6 +48,8 @@ class Receiver:
         self.verified = list(verified or [b""] * layout.block_count)
         """Digest of each block that has landed; empty for a missing one."""
         self._lock = threading.Lock()
+        self.on_verified: Callable[[], None] = lambda: None
+        """Called, from any thread, after a block has become verified."""
 
     def expect(self, manifest: Manifest) -> int:
         """Names the weights that shall land; returns how many blocks are there already.
@@ -94,10 +96,14 @@ class Receiver:
         block = self.layout.block(index)
         if len(data) != block.nbytes:
             raise InvalidRequest(f"block {index}: {len(data)} bytes, expected {block.nbytes}")
+        again = bool(self.verified[index])
+        with self._lock:  # while it is written over nobody may take it for verified
+            self._forget(index, block.nbytes)
         digest = self._arena.land(block.offset, data)
         good = digest == self._expected.block_digest(index)
         with self._lock:
-            self._count(index, digest, block.nbytes, good=good)
+            self._count(index, digest, block.nbytes, good=good, again=again)
+        self.on_verified()
         if not good:
             raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
 
@@ -132,20 +138,18 @@ class Receiver:
         """Returns the manifest of what has landed; complete receivers only."""
         return self.layout.with_digests(self.verified)
 
-    def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool) -> None:
+    def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool, again: bool) -> None:
         self.bytes_moved += nbytes
         self.blocks_landed += good
-        if not good:
-            self.blocks_failed += 1
+        self.blocks_failed += not good
+        if again or not good:
             self.bytes_reread += nbytes
-            self._forget(index, nbytes)
-        elif not self.verified[index]:
+        else:
+            self.bytes_landed += nbytes
+        if good and not self.verified[index]:
             self.verified[index] = digest
             self.blocks_verified += 1
-            self.bytes_landed += nbytes
             self.bytes_verified += nbytes
-        else:
-            self.bytes_reread += nbytes
 
     def _forget(self, index: int, nbytes: int) -> None:
         """Counts a block as missing whose good bytes have been written over."""

@@ -8,11 +8,13 @@ import secrets
 import time
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 
 from relay_service.core.holding import Holding
 from relay_service.core.lent import Lent
 from relay_service.core.logs import fields, transfer_id
 from relay_service.core.match import Target
+from relay_service.core.offer import Offer
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions, PullReport
@@ -75,7 +77,10 @@ class Transfers:
         Puller(target, [], self._fleet, self._transports, options)
         space = holding.lent or holding
         receivers = space.open_receivers()
-        puller = Puller(target, receivers, self._fleet, self._transports, options, space.landed)
+        offer = partial(self._offer, holding) if space is holding else None
+        puller = Puller(
+            target, receivers, self._fleet, self._transports, options, space.landed, offer
+        )
         name, context = secrets.token_hex(6), copy_context()
         context.run(transfer_id.set, name)
         running = self._run(space, puller)
@@ -103,6 +108,10 @@ class Transfers:
                 transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
+    def _offer(self, holding: Holding, offer: Offer) -> None:
+        holding.offer(offer)
+        self._fleet.announce_soon()
+
     async def _run(self, space: Holding | Lent, puller: Puller) -> PullReport:
         report = await puller.run()
         space.keep([receiver.manifest() for receiver in puller.receivers])
@@ -114,6 +123,7 @@ class Transfers:
             # Nothing writes any more; the engine may take other weights instead. Done here,
             # since a task that is cancelled before its first step runs none of its code.
             transfer.holding.return_mapping()
+            transfer.holding.offered.withdraw()
         outcome = transfer.outcome
         self._ended_tally.end(transfer.puller, outcome)
         level = logging.INFO if outcome == "complete" else logging.WARNING

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator
 from relay_service.core.cut import Cut, Part
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
-from relay_service.core.instance import Artifact, Instance, RankBlocks, State, Weights
+from relay_service.core.instance import (
+    Artifact,
+    Filling,
+    Instance,
+    RankBlocks,
+    State,
+    Weights,
+)
 from relay_service.core.manifest import Manifest, TensorEntry, Unit
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
@@ -87,6 +94,7 @@ def instance_to_proto(instance: Instance) -> relay_pb2.Instance:
         ],
         address=instance.address,
         lease_count=instance.leases,
+        filling=_filling_to_proto(instance.filling),
     )  # fmt: skip
 
 
@@ -109,6 +117,7 @@ def instance_from_proto(message: relay_pb2.Instance) -> Instance:
         artifacts=tuple(Artifact(a.name, a.byte_count, a.sha256) for a in message.artifacts),
         address=message.address,
         leases=message.lease_count,
+        filling=_filling_from_proto(message.filling) if message.HasField("filling") else None,
     )
 
 
@@ -185,6 +194,22 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching,
         seconds_transfer=report.seconds_transfer,
+    )  # fmt: skip
+
+
+def _filling_to_proto(filling: Filling | None) -> relay_pb2.Filling | None:
+    if filling is None:
+        return None
+    return relay_pb2.Filling(
+        model=filling.model, weight_version=filling.version, weights_digest=filling.digest,
+        epoch=filling.epoch, source_instance=filling.source,
+    )  # fmt: skip
+
+
+def _filling_from_proto(message: relay_pb2.Filling) -> Filling:
+    return Filling(
+        message.model, message.weight_version, message.weights_digest, message.epoch,
+        message.source_instance,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from relay_service.errors import RelayError
 
 DIRECTORY_SECONDS = 2.0
 """Longest wait for the directory: less than what anybody waits who asks this relay."""
+LEAST_SECONDS = 0.05
+"""Between two announcements, whatever happens."""
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +42,7 @@ class DirectoryFleet:
         self._registry = registry
         self._own = own
         self._client = RelayClient(directory, credentials) if directory else None
+        self._changed = asyncio.Event()
         self.missing = ""
         """Who did not answer when everyone was asked last; empty when all did."""
 
@@ -58,12 +62,19 @@ class DirectoryFleet:
         everyone = [*self._registry.instances(), *self._own()]
         return list({(one.instance, one.generation): one for one in everyone}.values())
 
+    def announce_soon(self) -> None:
+        """Announces before the next interval: what an incomplete target offers is news."""
+        self._changed.set()
+
     async def keep_announced(self) -> None:
         """Announces every interval until cancelled; then says goodbye."""
         try:
             while True:
                 await self._announce(self._own())
-                await asyncio.sleep(RENEW_SECONDS)
+                await asyncio.sleep(LEAST_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), RENEW_SECONDS - LEAST_SECONDS)
+                self._changed.clear()
         finally:
             await self._announce([])
             if self._client:

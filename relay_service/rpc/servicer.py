@@ -142,14 +142,19 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         """Grants a lease."""
         del context
         transfer_id.set(clean_transfer(request.transfer))  # a call has a context of its own
+        if request.epoch == 0:
+            await self._holdings.filled(request.instance, request.generation)
         lease = self._holdings.acquire(
             request.instance, request.generation, request.epoch, request.weights_digest,
-            request.holder,
+            request.holder, yields=request.yields,
         )  # fmt: skip
-        probe = self._holdings.get(request.instance).probe
+        holding = self._holdings.get(request.instance)
+        offer = holding.offered.now
         return relay_pb2.AcquireLeaseResponse(
-            lease=lease.lease, expiry=_duration(LEASE_SECONDS), probe=probe
-        )
+            lease=lease.lease, expiry=_duration(LEASE_SECONDS), epoch=lease.epoch,
+            probe=offer.probe if offer else holding.probe,
+            upstream_instances=offer.upstream if offer else (),
+        )  # fmt: skip
 
     @answers
     async def RenewLease(  # noqa: N802

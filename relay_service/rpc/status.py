@@ -27,6 +27,8 @@ TABLE: dict[type[errors.RelayError], grpc.StatusCode] = {
     errors.Conflict: _Code.ALREADY_EXISTS,
     errors.Refused: _Code.FAILED_PRECONDITION,
     errors.SourceFailed: _Code.UNAVAILABLE,
+    errors.NotYet: _Code.UNAVAILABLE,
+    errors.SourceBusy: _Code.UNAVAILABLE,
     errors.NoSource: _Code.UNAVAILABLE,
     errors.CorruptBlock: _Code.DATA_LOSS,
     errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,

@@ -20,7 +20,15 @@ from relay_service.core.manifest import Manifest
 from relay_service.core.patience import Patience
 from relay_service.core.ports import Land
 from relay_service.core.rate import TokenBucket
-from relay_service.errors import EpochChanged, LeaseEnded, RelayError, SourceFailed
+from relay_service.errors import (
+    EpochChanged,
+    LeaseEnded,
+    NotYet,
+    ReadsFromReader,
+    RelayError,
+    SourceBusy,
+    SourceFailed,
+)
 from relay_service.rpc.status import abort_with
 from relay_service.transports.block_codec import decode_block, encode_block
 from seedrelay.v1 import relay_pb2
@@ -50,34 +58,38 @@ class GrpcTransport:
                 return f"{source.address} does not answer: {error}"
         return ""
 
-    async def open(self, source: Instance, holder: str) -> GrpcSession:
-        """Takes a lease for `holder`. Raises `SourceFailed` or `EpochChanged`."""
+    async def open(self, source: Instance, holder: str, *, yields: bool = False) -> GrpcSession:
+        """Takes a lease for `holder`. Raises `SourceFailed`, or what the source refuses with."""
         relay = RelayClient(source.address, self._credentials)
         try:
-            lease, probe = await relay.acquire_lease(source, holder)
+            lease = await relay.acquire_lease(source, holder, yields=yields)
         except BaseException as error:
             await relay.close()
             if isinstance(error, ClientError):
                 raise _kind_of(error)(str(error), **error.details) from error
             raise
-        return GrpcSession(relay, source, lease, probe)
+        return GrpcSession(relay, source, lease)
 
 
 class GrpcSession:
     """A lease at another relay."""
 
-    def __init__(self, relay: RelayClient, source: Instance, lease: str, probe: bytes) -> None:
+    def __init__(
+        self, relay: RelayClient, source: Instance, lease: relay_pb2.AcquireLeaseResponse
+    ) -> None:
         self._relay = relay
         self._source = source
-        self._lease = lease
-        self._probe = probe
+        self._lease = lease.lease
+        self._epoch = lease.epoch
+        self._probe = lease.probe
+        self.upstream = tuple(lease.upstream_instances)
 
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
         try:
             source = self._source
             return await self._relay.manifest(
-                source.instance, source.generation, rank, epoch=source.weights.epoch
+                source.instance, source.generation, rank, epoch=self._epoch
             )
         except (ClientError, ValueError) as error:
             raise _kind_of(error)(str(error)) from error
@@ -116,7 +128,7 @@ class GrpcSession:
         block, epoch, data = decode_block(message)
         if block != index:
             raise SourceFailed(f"block {block} came where {index} was asked for")
-        if epoch != self._source.weights.epoch:
+        if epoch != self._epoch:
             raise EpochChanged(f"{self._source.instance} is at epoch {epoch} by now")
         land(block, data)
         return len(data)
@@ -152,6 +164,7 @@ class BlockServicer:
         broke_off = True
         try:
             for index in request.blocks:
+                await self._holdings.arrival(request.lease, request.rank, index)
                 message = self._read(request.lease, request.rank, index)
                 await self._egress.take(len(message))
                 yield message
@@ -166,8 +179,8 @@ class BlockServicer:
 
     def _read(self, lease: str, rank: int, index: int) -> bytes:
         held, holding = self._holdings.leased(lease)
-        block = holding.manifest(rank).block(index)
-        with holding.reading(rank, held.epoch) as arena:
+        block = holding.manifest(rank, epoch=held.epoch).block(index)
+        with holding.reading(rank, held.epoch, index) as arena:
             message = encode_block(index, held.epoch, arena.view(block.offset, block.nbytes))
         self._holdings.leases.served(held, GrpcTransport.name, block.nbytes)
         return message
@@ -183,5 +196,6 @@ def _translated(error: BaseException, source: Instance) -> BaseException:
 
 
 def _kind_of(error: ClientError | ValueError) -> type[RelayError]:
-    kinds = {"EpochChanged": EpochChanged, "LeaseEnded": LeaseEnded}
-    return kinds.get(error.reason, SourceFailed) if isinstance(error, ClientError) else SourceFailed
+    kinds = (EpochChanged, LeaseEnded, NotYet, ReadsFromReader, SourceBusy)
+    reason = error.reason if isinstance(error, ClientError) else ""
+    return next((kind for kind in kinds if kind.__name__ == reason), SourceFailed)

@@ -38,8 +38,14 @@ class ShmTransport:
         holding = self._holdings.find(source.instance, source.generation)
         return "" if holding else f"{source.instance} is not on this host"
 
-    async def open(self, source: Instance, holder: str) -> ShmSession:
-        """Takes a lease for `holder`. Raises `NotFound` or `Refused`."""
+    async def open(self, source: Instance, holder: str, *, yields: bool = False) -> ShmSession:
+        """Takes a lease for `holder`. Raises `NotFound`, `Refused` or `NotYet`.
+
+        Memory isn't a link that one reader fills, so nobody has to yield.
+        """
+        del yields
+        if source.weights.epoch == 0:
+            await self._holdings.filled(source.instance, source.generation)
         lease = self._holdings.acquire(
             source.instance, source.generation, source.weights.epoch, source.weights.digest, holder
         )
@@ -57,6 +63,8 @@ class ShmSession:
         self._holding = holding
         self._lease = lease
         self._egress = egress
+        self._offer = holding.offered.at(lease.epoch)
+        self.upstream = self._offer.upstream if self._offer else ()
 
     async def manifest(self, rank: int) -> Manifest:
         """Returns the verified manifest of one rank."""
@@ -65,12 +73,14 @@ class ShmSession:
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Copies blocks, in batches and on threads of their own."""
         todo = deque(blocks)
-        await together(*(self._copy_all(rank, todo, land, limit) for _ in range(_THREADS)))
+        threads = 1 if self._offer else _THREADS  # it waits for the next block in order
+        await together(*(self._copy_all(rank, todo, land, limit) for _ in range(threads)))
 
     async def _copy_all(self, rank: int, todo: deque[int], land: Land, limit: TokenBucket) -> None:
         batch = min(limit.batch_blocks, self._egress.batch_blocks)
         try:
             while todo:
+                await self._holdings.arrival(self._lease.lease, rank, todo[0])
                 nbytes = min(batch, len(todo)) * BLOCK_BYTES
                 await limit.take(nbytes)
                 await self._egress.take(nbytes)
@@ -82,21 +92,24 @@ class ShmSession:
             raise
 
     def _copy(self, rank: int, todo: deque[int], batch: int, land: Land) -> int:
-        manifest, copied = self._holding.manifest(rank), 0
+        manifest, copied = self._holding.manifest(rank, epoch=self._lease.epoch), 0
         for _ in range(batch):
             try:
                 index = todo.popleft()
             except IndexError:  # the other thread has taken the last one
                 break
             block = manifest.block(index)
-            with self._holding.reading(rank, self._lease.epoch) as arena:
+            if copied and not self._holding.offered.has(rank, index, self._lease.epoch):
+                todo.appendleft(index)  # still to come: to be waited for elsewhere
+                break
+            with self._holding.reading(rank, self._lease.epoch, index) as arena:
                 land(index, arena.view(block.offset, block.nbytes))
             copied += block.nbytes
         return copied
 
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded."""
-        return self._holding.probe
+        return self._offer.probe if self._offer else self._holding.probe
 
     async def close(self) -> None:
         """Gives the lease back."""

@@ -48,6 +48,7 @@ class Relay:
     """A relay without gRPC: the socket, the holdings and the pulls between them."""
 
     missing = ""
+    address = "here"
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "relay" / "attach.sock"
@@ -55,6 +56,9 @@ class Relay:
         self.transfers = Transfers(self, [ShmTransport(self.holdings, TokenBucket())])
         self.server = AttachServer(self.path, self.holdings, self.transfers, map_arena)
         self._engines: list[FakeEngine] = []
+
+    def announce_soon(self) -> None:
+        """Has nobody to tell."""
 
     async def instances(self):
         """Lists what is attached here: the whole fleet."""

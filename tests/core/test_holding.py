@@ -415,7 +415,7 @@ def test_nothing_is_unmapped_under_a_reader(host):
         read(seed)
 
 
-@pytest.mark.parametrize(("epoch", "digest"), [(2, None), (0, None), (1, "0" * 32), (1, "")])
+@pytest.mark.parametrize(("epoch", "digest"), [(2, None), (0, "0" * 32), (1, "0" * 32), (1, "")])
 def test_a_lease_is_on_weights_as_announced(host, epoch, digest):
     """A lease on weights that the instance does not hold is refused."""
     seed = host.seed()

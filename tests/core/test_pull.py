@@ -17,7 +17,7 @@ from fakes import (
     same_weights,
 )
 
-from relay_service.core import pull
+from relay_service.core import search
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
@@ -50,7 +50,7 @@ TARGET = Target("target", instance().format, Placement(2))
 @pytest.fixture(autouse=True)
 def _search_fast(monkeypatch):
     """Asks for sources often: what is under test is not how seldom."""
-    monkeypatch.setattr(pull, "SEARCH_SECONDS", 0.005)
+    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.005)
 
 
 def source(name: str, data=None, layouts=LAYOUTS) -> FakeSource:
@@ -125,7 +125,7 @@ async def test_a_source_that_breaks_off(error):
     filling = Pull(seed)
     transport = filling.puller._transports[0]
 
-    async def open_again(found, holder):
+    async def open_again(found, holder, **_):
         session = await FakeTransport.open(transport, found, holder)
         if seed.reads:
             seed.fails_after = None
@@ -308,7 +308,7 @@ async def test_sources_that_leave_the_fleet():
     filling = Pull(seed)
     transport_open = FakeTransport.open
 
-    async def open_and_forget(transport, found, holder):
+    async def open_and_forget(transport, found, holder, **_):
         filling.fleet.known = []
         return await transport_open(transport, found, holder)
 
@@ -326,7 +326,7 @@ async def test_a_source_that_was_started_anew():
     filling = Pull(seed, known=[seed.record, again.record])
     transport = filling.puller._transports[0]
 
-    async def open_life(found, holder):
+    async def open_life(found, holder, **_):
         transport.sources["seed"] = seed if found.generation == seed.record.generation else again
         return await FakeTransport.open(transport, found, holder)
 
@@ -437,7 +437,7 @@ async def test_an_update_of_the_source_that_comes_to_nothing():
 
 async def test_a_source_that_only_claims_to_be_updated(monkeypatch):
     """A source of which no news comes is left in the end, with that reason."""
-    monkeypatch.setattr(pull, "EXPIRY_SECONDS", 0.05)
+    monkeypatch.setattr(search, "EXPIRY_SECONDS", 0.05)
     seed = source("seed")
     seed.fails_after, seed.error = 4, EpochChanged("seed is at epoch 2")
     filling = Pull(seed)

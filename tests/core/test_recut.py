@@ -17,7 +17,7 @@ from fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay_service.core import manifest, pull
+from relay_service.core import manifest, search
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Placement
 from relay_service.core.holder import Holder
@@ -46,7 +46,7 @@ HIDDEN, FFN = 96, 200
 @pytest.fixture(autouse=True)
 def _search_fast(monkeypatch):
     """Asks for sources often: what is under test is not how seldom."""
-    monkeypatch.setattr(pull, "SEARCH_SECONDS", 0.001)
+    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -497,8 +497,8 @@ def test_whatever_fails_nothing_wrong_is_complete(data, model, block_bytes):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK_BYTES", block_bytes)
-        patch.setattr(pull, "SEARCH_SECONDS", 0.0)
-        patch.setattr(pull, "EXPIRY_SECONDS", 0.0)
+        patch.setattr(search, "SEARCH_SECONDS", 0.0)
+        patch.setattr(search, "EXPIRY_SECONDS", 0.0)
         held = [data.draw(placements(model)) for _ in range(2)]
         filling = Filling(data.draw(st.sampled_from(held) | placements(model)))
         for _ in range(data.draw(st.integers(1, 3))):

@@ -120,7 +120,7 @@ async def test_a_reader_that_broke_off(fleet):
     here, _ = await two_hosts(fleet)
     seed = here.holdings.get("seed")
     client = fleet.client(here)
-    lease, _ = await client.acquire_lease(seed.record(here.address, 0), "target")
+    lease = (await client.acquire_lease(seed.record(here.address, 0), "target")).lease
     request = relay_pb2.ReadBlocksRequest(lease=lease, rank=0, blocks=[0] * 10_000)
     call = client.channel.unary_stream(
         "/seedrelay.v1.BlockService/ReadBlocks",

@@ -285,7 +285,8 @@ async def test_leases(fleet):
     client = fleet.client(relay)
     stub = relay_pb2_grpc.RelayServiceStub(client.channel)
     (record,) = [m.instance for m in await client.sources(Target())]
-    lease, probe = await client.acquire_lease(record, "reader")
+    granted = await client.acquire_lease(record, "reader")
+    lease, probe = granted.lease, granted.probe
     assert probe == PROBE
     assert (await stub.RenewLease(relay_pb2.RenewLeaseRequest(lease=lease))).expiry.seconds > 0
     await client.release_lease(lease)
@@ -333,7 +334,7 @@ async def test_blocks_for_any_language(fleet):
     await fleet.seed(relay)
     client = fleet.client(relay)
     (record,) = [m.instance for m in await client.sources(Target())]
-    lease, _ = await client.acquire_lease(record, "reader")
+    lease = (await client.acquire_lease(record, "reader")).lease
     indexes = list(range(fleet.layout.block_count))
     async with grpc.aio.insecure_channel(relay.address) as channel:
         stub = relay_pb2_grpc.BlockServiceStub(channel)
@@ -361,7 +362,7 @@ async def test_reading_what_may_not_be_read(fleet, changes, code):
     await fleet.seed(relay)
     client = fleet.client(relay)
     (record,) = [m.instance for m in await client.sources(Target())]
-    lease, _ = await client.acquire_lease(record, "reader")
+    lease = (await client.acquire_lease(record, "reader")).lease
     good = {"lease": lease, "rank": 0, "blocks": [0]}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await read_blocks(client, **(good | changes))

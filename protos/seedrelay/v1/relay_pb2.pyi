@@ -37,7 +37,7 @@ class RankBlocks(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., have_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("instance", "generation", "model", "state", "format", "placement", "weight_version", "weights_digest", "epoch", "ranks", "artifacts", "address", "lease_count")
+    __slots__ = ("instance", "generation", "model", "state", "format", "placement", "weight_version", "weights_digest", "epoch", "ranks", "artifacts", "address", "lease_count", "filling")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Instance(_message.Message):
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FILLING_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     model: str
@@ -64,7 +65,22 @@ class Instance(_message.Message):
     artifacts: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Artifact]
     address: str
     lease_count: int
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankBlocks, _Mapping]]] = ..., artifacts: _Optional[_Iterable[_Union[_weights_pb2.Artifact, _Mapping]]] = ..., address: _Optional[str] = ..., lease_count: _Optional[int] = ...) -> None: ...
+    filling: Filling
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankBlocks, _Mapping]]] = ..., artifacts: _Optional[_Iterable[_Union[_weights_pb2.Artifact, _Mapping]]] = ..., address: _Optional[str] = ..., lease_count: _Optional[int] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ...) -> None: ...
+
+class Filling(_message.Message):
+    __slots__ = ("model", "weight_version", "weights_digest", "epoch", "source_instance")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weight_version: str
+    weights_digest: str
+    epoch: int
+    source_instance: str
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., source_instance: _Optional[str] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("address", "relay_generation", "instances")
@@ -179,30 +195,36 @@ class GetArtifactResponse(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class AcquireLeaseRequest(_message.Message):
-    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder", "transfer")
+    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder", "transfer", "yields")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    YIELDS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     epoch: int
     weights_digest: str
     holder: str
     transfer: str
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ..., transfer: _Optional[str] = ...) -> None: ...
+    yields: bool
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ..., transfer: _Optional[str] = ..., yields: _Optional[bool] = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
-    __slots__ = ("lease", "expiry", "probe")
+    __slots__ = ("lease", "expiry", "probe", "epoch", "upstream_instances")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
     lease: str
     expiry: _duration_pb2.Duration
     probe: bytes
-    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., probe: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    upstream_instances: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., probe: _Optional[bytes] = ..., epoch: _Optional[int] = ..., upstream_instances: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("lease",)

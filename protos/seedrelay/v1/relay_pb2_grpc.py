@@ -147,10 +147,14 @@ class RelayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLease(self, request, context):
-        """Takes a lease on the weights that an instance holds now.
+        """Takes a lease on the weights that an instance holds now, or that it is being
+        filled with.
 
         Fails with `NOT_FOUND` when the instance isn't attached here, and with
-        `FAILED_PRECONDITION` when it holds other weights by now, or none.
+        `FAILED_PRECONDITION` when it holds other weights by now, or none, or when
+        the holder is itself what the instance is filled from. `UNAVAILABLE` with
+        the reason `SourceBusy` names in its detail `next` another reader, to read
+        from instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -596,7 +600,9 @@ class BlockServiceServicer:
         reader that breaks off ends 5 seconds later, unless it's used again.
 
         Fails with `FAILED_PRECONDITION` when the lease has ended or the epoch of
-        the source has changed, and with `OUT_OF_RANGE` for an unknown block.
+        the source has changed, and with `OUT_OF_RANGE` for an unknown block. A
+        block that an incomplete source has not verified yet is waited for a second
+        at most; then the call fails with `UNAVAILABLE` and the reason `NotYet`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
