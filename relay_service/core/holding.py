@@ -125,8 +125,8 @@ class Holding:
         self.probe = update.probe or self.probe
         state, weights = update.state, update.weights
         known = self.state.holds_weights and weights.epoch == self.weights.epoch
-        also = self.offered.follow(state, weights)
-        self._readers.follow(weights.epoch, news=state.holds_weights and not known, also=also)
+        epochs = self.offered.follow(state, weights)
+        self._readers.follow(epochs, news=state.holds_weights and not known)
         self.state, self.weights = state, weights
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
@@ -162,7 +162,7 @@ class Holding:
         if self.receivers and not self.detached and self.attach.descriptors_per_rank == 1:
             self._readers.map(lambda: self._map(writable=False))
             self.offered.put(offer, self.receivers)
-            self._readers.follow(self.weights.epoch, news=True, also=offer.epoch)
+            self._readers.follow({offer.epoch}, news=True)
 
     def keep(self, manifests: list[Manifest]) -> None:
         """Takes note of what a pull has landed; the engine asks before it commits."""

@@ -106,20 +106,20 @@ class OfferSlot:
         self.now = None
         self.arrivals.tell()
 
-    def follow(self, state: State, weights: Weights) -> int:
-        """Follows the instance; returns the epoch at which it's readable beside its own, or 0.
+    def follow(self, state: State, weights: Weights) -> set[int]:
+        """Follows the instance; returns the epochs at which it may be read.
 
         Who reads what it was filled with reads on when exactly that is committed.
         """
         if state.fillable:
-            return self.now.epoch if self.now else 0
+            return {self.now.epoch} if self.now else set()
         if self.now:
             self._committed = self.now
             self.withdraw()
         done = self._committed
         if not (done and state.committed and weights.digest == done.source.weights.digest):
             done = self._committed = None
-        return done.epoch if done else 0
+        return {weights.epoch, done.epoch} if done else {weights.epoch}
 
     def at(self, epoch: int) -> Offer | None:
         """Returns the offer, present or committed, that is read at an epoch."""

@@ -20,7 +20,6 @@ class Readers:
         self._sequences: list[int] = []
         """Of each arena, while it holds what its manifest says."""
         self._epochs: set[int] = set()
-        """At which they may be read; 0 is that of nothing."""
         self._reads = 0
         self._lock = threading.Lock()
 
@@ -28,15 +27,12 @@ class Readers:
         """Maps the arenas, unless they are mapped."""
         self._arenas = self._arenas or map_all()
 
-    def follow(self, epoch: int, *, news: bool, also: int = 0) -> None:
-        """Takes the epoch over; what is `news` is what the arenas hold now.
-
-        What is read at the epoch `also` is the same, or a verified part of it.
-        """
+    def follow(self, epochs: set[int], *, news: bool) -> None:
+        """Takes over at which epochs they may be read; what is `news` is what they hold now."""
         with self._lock:
             if news:
                 self._sequences = [arena.sequence for arena in self._arenas]
-            self._epochs = {epoch, also} - {0}
+            self._epochs = epochs
 
     @contextmanager
     def reading(self, rank: int, epoch: int) -> Iterator[Arena]:
