@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1 and 2 targets, 8 MiB, 1 round")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
-    parser.add_argument("--stars", type=int, default=1, help="rounds in which stars are measured")
+    parser.add_argument("--stars", type=int, default=1, help="rounds with stars, 1 or more")
     parser.add_argument("--blocks", type=int, default=128, help="MiB of the model")
     parser.add_argument("--egress-limit", default="32MiB/s", help="of each relay")
     options = parser.parse_args()
@@ -92,7 +92,7 @@ def main() -> None:
     if options.quick:
         counts, blocks, rounds = COUNTS[:2], 8, 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows = compare(blocks, parse_rate(options.egress_limit), counts, rounds, options.stars)
+    rows = compare(blocks, parse_rate(options.egress_limit), counts, rounds, max(1, options.stars))
     last = counts[-1]
     figures = {
         "eight_over_one": table.median_ratio(rows, f"chain {last}", "chain 1", "seconds"),

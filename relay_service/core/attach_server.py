@@ -101,6 +101,7 @@ class AttachServer:
             await self._end_former(life)
             holding = self._attach(channel, attach)
             self._lives[life] = channel, asyncio.current_task()
+            self._transfers.announce_soon()
             await channel.send(encode(Accepted()))
             while True:
                 await self._follow(channel, holding)
@@ -157,6 +158,7 @@ class AttachServer:
             if holding.lent_in_vain:
                 await self._transfers.end(holding)
                 holding.drop_lent()
+            self._transfers.announce_soon()
             _log.info("%s is %s at %s", holding.name, message.state, message.weights.version or "-")
         else:
             raise InvalidRequest("an instance attaches once per connection")

@@ -126,9 +126,10 @@ class Search:
     @property
     def _yields(self) -> bool:
         """Whether somebody else might come to read from, if a source is busy."""
-        if self._full and time.monotonic() > self._yields_until:
-            return False
-        return any(self._may_pass_on(one) for one in self._known)
+        wanted = self._options.source_instance
+        if wanted and any(one.instance == wanted for one in self._known):
+            return False  # nobody else will do
+        return not self._full or time.monotonic() <= self._yields_until
 
     def _may_pass_on(self, other: Instance) -> bool:
         """Whether another target gets what we want, block by block as we would."""
@@ -137,7 +138,6 @@ class Search:
             and other.instance != self._target.instance
             and other.format == self._target.format
             and other.placement == self._target.placement
-            and self._options.source_instance in ("", other.as_source().model)
         )
 
     def _send_on(self, busy: Instance, error: SourceBusy) -> None:
@@ -146,12 +146,17 @@ class Search:
         self._full[busy.life] = now + FULL_SECONDS
         named = error.details.get("next", "")
         for other in self._known:
-            if other.instance == named and self._may_pass_on(other):
+            if other.instance != named:
+                continue
+            if not self._may_pass_on(other):
+                self._yields_until = now
+            else:
                 # It may have begun just now, and nobody has heard yet at which epoch.
                 coming = Filling(
                     busy.model, busy.weights.version, busy.weights.digest, 0, busy.instance
                 )
                 self._sent_on = msgspec.structs.replace(other, filling=coming).as_source()
+            return
 
     def _take_sent_on(self) -> Instance | None:
         ahead, self._sent_on = self._sent_on, None

@@ -97,6 +97,10 @@ class Transfers:
         _log.info("transfer started", extra=said)
         return transfer
 
+    def announce_soon(self) -> None:
+        """Lets the fleet know of what has changed here, before the next interval."""
+        self._fleet.announce_soon()
+
     def tally(self) -> Tally:
         """Sums up every pull so far, those that run included."""
         return self._ended_tally.with_running([t.puller for t in self.running])
@@ -110,7 +114,7 @@ class Transfers:
 
     def _offer(self, holding: Holding, offer: Offer) -> None:
         holding.offer(offer)
-        self._fleet.announce_soon()
+        self.announce_soon()
 
     async def _run(self, space: Holding | Lent, puller: Puller) -> PullReport:
         report = await puller.run()

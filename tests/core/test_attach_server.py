@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes import (
+    FakeFleet,
     PROBE,
     FakeEngine,
     LentMemory,
@@ -516,7 +517,7 @@ async def test_a_folder_that_is_not_ours_alone(tmp_path, monkeypatch, found):
         folder.mkdir()
         folder.chmod(0o750)
     holdings = Holdings()
-    server = AttachServer(folder / "relay.sock", holdings, Transfers(None, []), map_arena)
+    server = AttachServer(folder / "relay.sock", holdings, Transfers(FakeFleet(), []), map_arena)
     with pytest.raises(ConfigError, match=str(folder)):
         await server.start()
     assert list(elsewhere.iterdir()) == []

@@ -1,0 +1,150 @@
+"""Where a pull reads when sources are busy, and when what they have is still to come."""
+
+import asyncio
+
+import pytest
+from fakes import (
+    BytesArena,
+    FakeFleet,
+    FakeSource,
+    FakeTransport,
+    instance,
+    lay_out_bytes,
+    random_bytes,
+    replace,
+    same_weights,
+)
+
+from relay_service.core import search
+from relay_service.core.instance import State, Weights
+from relay_service.core.manifest import BLOCK_BYTES
+from relay_service.core.match import Target
+from relay_service.core.pull import Puller
+from relay_service.core.pull_report import PullOptions
+from relay_service.core.reading import NOT_YETS_PER_SOURCE
+from relay_service.core.receiver import Receiver
+from relay_service.errors import NoSource, NotYet, SourceBusy
+
+LAYOUT = lay_out_bytes([6 * BLOCK_BYTES])
+DATA = random_bytes(LAYOUT)
+DUMMY = instance("other", state=State.DUMMY, weights=Weights())
+
+
+@pytest.fixture(autouse=True)
+def _search_fast(monkeypatch):
+    """Asks for sources often: what is under test is not how seldom."""
+    monkeypatch.setattr(search, "SEARCH_SECONDS", 0.005)
+
+
+class BusyTransport(FakeTransport):
+    """Reaches sources some of which are busy; remembers who was asked, and whether it yielded."""
+
+    def __init__(self, *sources: FakeSource, busy: dict[str, str]) -> None:
+        super().__init__(*sources)
+        self.busy = busy
+        self.asked: list[tuple[str, bool]] = []
+
+    async def open(self, source, holder, *, yields=False):
+        self.asked.append((source.instance, yields))
+        if yields and source.instance in self.busy:
+            raise SourceBusy("busy", next=self.busy[source.instance])
+        return await super().open(source, holder)
+
+
+class Scene:
+    """One pull into one rank."""
+
+    def __init__(self, *known, transport, **options) -> None:
+        self.arena = BytesArena(LAYOUT.data_bytes)
+        self.offers = []
+        self.puller = Puller(
+            Target("target", DUMMY.format, DUMMY.placement),
+            [Receiver(LAYOUT, self.arena)], FakeFleet(*known), [transport],
+            PullOptions(**options), offer=self.offers.append,
+        )  # fmt: skip
+
+    async def run(self) -> list[str]:
+        """Pulls to the end; returns the sources that were read from."""
+        report = await asyncio.wait_for(self.puller.run(), 20)
+        assert same_weights(LAYOUT, bytes(self.arena.data), DATA)
+        return [step.source_instance for step in report.path]
+
+
+def source(name: str) -> FakeSource:
+    """Returns a good source."""
+    return FakeSource(name, [LAYOUT], [DATA])
+
+
+class Stutter:
+    """Stands for a number of blocks that is reached, and every other time is not."""
+
+    failures = 0
+    _reached = False
+
+    def __le__(self, count: int) -> bool:
+        self._reached = not self._reached
+        self.failures += self._reached
+        return self._reached
+
+
+async def test_a_busy_source_sends_on():
+    """Whom a busy source names is read from, though the fleet knows it as a dummy only."""
+    seed, other = source("seed"), source("other")
+    transport = BusyTransport(seed, other, busy={"seed": "other"})
+    scene = Scene(seed.record, DUMMY, transport=transport)
+    assert await scene.run() == ["other"]
+    assert transport.asked == [("seed", True), ("other", True)]
+    assert seed.reads == []
+    (offer,) = scene.offers
+    assert (offer.upstream, offer.filling.digest) == (("other",), seed.record.weights.digest)
+
+
+async def test_a_busy_source_is_shared_in_the_end(monkeypatch):
+    """When nobody else comes, a busy source is read from all the same."""
+    monkeypatch.setattr(search, "YIELD_SECONDS", 0.05)
+    monkeypatch.setattr(search, "FULL_SECONDS", 0.01)
+    seed = source("seed")
+    transport = BusyTransport(seed, busy={"seed": "nobody"})
+    assert await Scene(seed.record, transport=transport).run() == ["seed"]
+    assert transport.asked[-1] == ("seed", False)
+    assert len(transport.asked) > 1
+
+
+@pytest.mark.parametrize("other", [replace(DUMMY, state=State.LOADING), DUMMY])
+async def test_a_reader_that_cannot_pass_on(other, monkeypatch):
+    """Nobody waits for a reader that passes nothing on, or for one that was not asked for."""
+    monkeypatch.setattr(search, "YIELD_SECONDS", 1000.0)
+    seed = source("seed")
+    transport = BusyTransport(seed, source("other"), busy={"seed": "other", "other": "seed"})
+    named = {} if other is not DUMMY else {"source_instance": "seed"}
+    scene = Scene(seed.record, replace(other, leases=9), transport=transport, **named)
+    assert await scene.run() == ["seed"]
+    assert transport.asked[-1] == ("seed", False)
+
+
+async def test_not_yet_too_often():
+    """A source that has nothing more for a while is left for another one, and nothing is lost."""
+    first, second = source("a"), source("b")
+    first.fails_after, first.error = 2, NotYet("block 2 has not arrived yet")
+    scene = Scene(first.record, second.record, transport=FakeTransport(first, second))
+    assert await scene.run() == ["a", "b"]
+    assert len(second.reads) == LAYOUT.block_count - 2
+
+
+async def test_not_yet_now_and_then():
+    """A source that is slow, and goes on, is kept."""
+    slow = source("a")
+    slow.fails_after, slow.error = Stutter(), NotYet("not yet")
+    scene = Scene(slow.record, transport=FakeTransport(slow))
+    assert await scene.run() == ["a"]
+    assert slow.fails_after.failures > NOT_YETS_PER_SOURCE
+
+
+async def test_nothing_ever_comes():
+    """An incomplete source that never has anything is left in the end, with that reason."""
+    empty = source("a")
+    empty.open_error = NotYet("what a is filled with has not arrived yet")
+    scene = Scene(empty.record, transport=FakeTransport(empty))
+    with pytest.raises(NoSource, match="has not arrived yet"):
+        await scene.run()
+    assert len(scene.puller.report.path) == search.STRIKES
