@@ -18,7 +18,12 @@ from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.rate import parse_rate
 
 GOALS = {"eight_over_one": "<= 1.25", "seed_egress_copies_at_8": "<= 1.5"}
-COLUMNS = {"seconds": "seconds", "seed_copies": "seed copies", "bytes_reread": "reread bytes"}
+COLUMNS = {
+    "seconds": "seconds",
+    "seed_copies": "seed copies",
+    "seconds_per_hop": "s per hop",
+    "bytes_reread": "reread bytes",
+}
 COUNTS = (1, 2, 4, 8)
 HEAD_START_SECONDS = 0.5
 """In which everyone attaches, before all begin at once."""
@@ -51,12 +56,22 @@ class Bench:
             "seconds_each": [one["ended"] - begin for one in done],
             "sources": [one["source"] for one in done],
             "seed_copies": given / self._model_bytes,
+            "seconds_per_hop": _per_hop([one["seconds_matching"] for one in done]),
             "bytes_reread": sum(one["bytes_reread"] for one in done),
         }  # fmt: skip
 
     def _ask(self, host: Connection, command: str) -> int:
         host.send(command)
         return host.recv() or 0
+
+
+def _per_hop(seconds_matching: list[float]) -> float:
+    """Returns by how much later each target of a chain has found its source, and knows what's due.
+
+    Of a star it means nothing.
+    """
+    between = max(1, len(seconds_matching) - 1)
+    return (max(seconds_matching) - min(seconds_matching)) / between
 
 
 def compare(

@@ -95,6 +95,7 @@ class _Host:
         async with RelayClient(self._relay.address) as client:
             landed = await client.manifest(name, "", 0)
         return {
-            "ended": ended, "digest": landed.digest, "bytes_reread": filled.bytes_reread,
+            "ended": ended, "seconds_matching": filled.seconds_matching,
+            "digest": landed.digest, "bytes_reread": filled.bytes_reread,
             "source": filled.path[-1].source_instance,
         }  # fmt: skip

@@ -6,6 +6,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 48
@@ -81,7 +82,7 @@ def write_chart(path: Path, points: Sequence[tuple[float, float]]) -> None:
     for count, _ in points:
         canvas.line(place(count, 0), place(count, 2), GREY)
         canvas.number(str(count), place(count, 0)[0] - 6, HEIGHT - MARGIN + 12)
-    for one, other in zip(points, points[1:], strict=False):
+    for one, other in pairwise(points):
         canvas.line(place(*one), place(*other), BLUE, 3)
     for point in points:
         canvas.dot(*place(*point), BLUE, 9)

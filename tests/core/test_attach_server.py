@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes import (
-    FakeFleet,
     PROBE,
     FakeEngine,
+    FakeFleet,
     LentMemory,
     Memory,
     attach_message,

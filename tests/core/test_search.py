@@ -45,6 +45,7 @@ class BusyTransport(FakeTransport):
         self.asked: list[tuple[str, bool]] = []
 
     async def open(self, source, holder, *, yields=False):
+        """Refuses who yields where that is busy."""
         self.asked.append((source.instance, yields))
         if yields and source.instance in self.busy:
             raise SourceBusy("busy", next=self.busy[source.instance])

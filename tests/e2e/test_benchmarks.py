@@ -96,6 +96,21 @@ def test_weight_formats_runs() -> None:
     assert all(row["microseconds_b8"] > 0 for row in written["rows"])
 
 
+def test_fleet_simulation_runs() -> None:
+    """Targets of a small fleet are all filled, from a seed that gives about one copy."""
+    written = _run("fleet_simulation")
+    assert {row["targets"] for row in written["rows"]} == {1, 10}
+    assert all(row["over_bound"] >= 1 and row["seed_copies"] >= 1 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_fanout_runs() -> None:
+    """A chain and a star are filled with the same weights; the star takes a copy for each."""
+    written = _run("fanout")
+    copies = {row["method"]: row["seed_copies"] for row in written["rows"]}
+    assert copies == {"chain 1": 1, "star 1": 1, "chain 2": 1, "star 2": 2}
+
+
 def test_loading_runs() -> None:
     """A format that is processed is loaded from disk, and pulled as the same bytes."""
     written = _run("loading", "--formats", "fp8")
