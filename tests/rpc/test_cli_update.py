@@ -106,7 +106,7 @@ async def test_an_update_that_is_refused(stand):
     stand.ranks.bad = CheckpointError("layer 1 is torn", tensor="x")
     done = await seedrelay(stand, "update", "--from", "disk:new", "--version", "v2", "--json")
     error = json.loads(done.stdout)["error"]
-    assert (done.exit_code, error["code"]) == (1, "FAILED_PRECONDITION")
+    assert (done.exit_code, error["code"]) == (1, "INVALID_ARGUMENT")
     assert (error["message"], error["details"]["tensor"]) == ("layer 1 is torn", "x")
     assert "layer 1 is torn" in done.stderr
     assert "failed  v2" in (await seedrelay(stand, "versions")).stdout

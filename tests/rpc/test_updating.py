@@ -271,7 +271,7 @@ async def test_versions(stand, client):
     stand.ranks.bad = CheckpointError("layer.1 is torn")
     with pytest.raises(CallFailed, match=r"layer\.1 is torn") as failed:
         await whole(client, asked("v3"))
-    assert failed.value.code == "FAILED_PRECONDITION"
+    assert failed.value.code == "INVALID_ARGUMENT"
     records = await client.versions()
     assert [(r.weight_version, r.result, r.epoch, r.source) for r in records] == [
         ("v1", "served", 1, "disk:start"),
