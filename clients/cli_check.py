@@ -65,7 +65,6 @@ def _table(found: engine_pb2.CheckWeightsResponse) -> None:
             f"{f', found {one.found}' * bool(one.found)}")  # fmt: skip
     if (more := found.difference_count - len(found.differences)) > 0:
         say(f"and {more} more")
-    verdict = "equal" if found.equal else "different"
-    say(f"{verdict}{f' with {found.against}' * bool(found.against)}: weights "
+    say(f"{report_check.verdict(found)}: weights "
         f"{found.weight_version}, epoch {found.epoch}, checked in {found.seconds:.2f} s, "
         f"{found.seconds_paused:.2f} s of it without steps")  # fmt: skip

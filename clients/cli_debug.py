@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from textwrap import shorten
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from clients import report_pause
+from clients import report_check, report_pause
 from clients.cli_run import say
 from seedrelay.v1 import engine_pb2
 
 LATEST = 5
 """Versions and differences that are printed; JSON has all."""
+REASON_COLUMNS = 160
 _MIB = 1 << 20
 _LABEL_COLUMNS = 10
 
@@ -53,7 +55,7 @@ def _session(status: engine_pb2.DebugStatus) -> Iterator[str]:
         yield "none"
         return
     one = status.session
-    yield (f"{one.phase} for {one.weight_version} from {one.source}, by {one.operator}, "
+    yield (f"to {one.weight_version} from {one.source}, by {one.operator}: {one.phase}, "
            f"begun {one.age_seconds:.1f} s ago")  # fmt: skip
     lease = f"ends in {one.lease_seconds:.1f} s" if one.lease_seconds else "does not run"
     yield f"session {one.session}, its lease {lease}, {one.waiting} wait for its end"
@@ -64,9 +66,10 @@ def _check(status: engine_pb2.DebugStatus) -> Iterator[str]:
         yield "never"
         return
     found = status.last_check
-    verdict = "equal" if found.equal else f"{found.difference_count} differences"
-    against = f" with {found.against}" if found.against else ""
-    yield (f"{verdict}{against}: weights {found.weight_version}, epoch {found.epoch}, "
+    verdict = report_check.verdict(found)
+    if not found.equal:
+        verdict += f" ({found.difference_count} found)"
+    yield (f"{verdict}: weights {found.weight_version}, epoch {found.epoch}, "
            f"{_ago(status.last_check_time)}")  # fmt: skip
     for one in found.differences[:LATEST]:
         yield f"rank {one.rank} {one.tensor or '-'}: {one.what}"
@@ -76,7 +79,7 @@ def _versions(status: engine_pb2.DebugStatus) -> Iterator[str]:
     if not status.versions:
         yield "none"
     for one in list(status.versions)[: -LATEST - 1 : -1]:
-        reason = f": {one.reason}" if one.reason else ""
+        reason = f": {shorten(one.reason, REASON_COLUMNS)}" if one.reason else ""
         yield (f"{one.weight_version} {one.result} (epoch {one.epoch or '-'}, from {one.source}, "
                f"{_ago(one.time)}){reason}")  # fmt: skip
     if (more := len(status.versions) - LATEST) > 0:

@@ -29,8 +29,8 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         say(f"  {how_far['phase']} {how_far['source_instance']}".rstrip() +
             f": {how_far['bytes_verified']}/{how_far['bytes_total']} bytes")  # fmt: skip
     if new := shown["update"]:
-        say(f"  update: {new['phase']} {new['note']}".rstrip() +
-            f": {new['bytes_done']}/{new['bytes_total']} bytes")  # fmt: skip
+        how_much = f": {new['bytes_done']}/{new['bytes_total']} bytes" * bool(new["bytes_total"])
+        say(f"  update: {new['phase']} {new['note']}".rstrip() + how_much)
     for rank in shown["ranks"]:
         say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
             f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip

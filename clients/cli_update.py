@@ -113,8 +113,9 @@ def versions(
             return
         for one in records:
             reason = f"  {one['reason']}" if one["reason"] else ""
-            say(f"{one['time']}  {one['result']:<8}{one['weight_version']}  epoch {one['epoch']}  "
-                f"{one['weights_digest'] or '-'}  {one['source']}{reason}")  # fmt: skip
+            digest, epoch = one["weights_digest"] or "-", one["epoch"] or "-"
+            say(f"{one['time'][:19]}Z  {one['result']:<8}{one['weight_version']}  "
+                f"epoch {epoch}  {digest}  {one['source']}{reason}")  # fmt: skip
 
     run(work(), as_json=json_)
 

@@ -96,6 +96,7 @@ class Update:
         brought = await self._fill(source)
         await self._agree(brought)
         self.clock.enter(Phase.PROVING)
+        self.watched.note = ""
         command = ProveStaged(probe=brought.probe, prompts=self.wanted.prompts)
         self._probe = (await self.instance.ranks.stage_same(command, Proven))[0].probe
         return self._is_staged(brought, time.monotonic() - began)
@@ -167,7 +168,6 @@ class Update:
 
     def _is_staged(self, brought: Brought, seconds: float) -> StagedWeights:
         self.clock.enter(Phase.STAGED)
-        self.watched.note = ""
         notes = dict.fromkeys(note for reply in self._replies for note in reply.notes)
         self.staged = StagedWeights(
             ranks=[
