@@ -27,6 +27,7 @@ from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
 from engine_service.rpc.gateway import GatewayServicer
 from engine_service.rpc.metrics import EngineCollector
+from engine_service.rpc.metrics_updates import UpdateCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
@@ -60,7 +61,9 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
-    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
+    servicer = EngineServicer(instance, filler)
+    metrics.show(UpdateCollector(instance, lambda: servicer.updates))
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)
     health = rpc.add_standard_services(server)
     await server.start()

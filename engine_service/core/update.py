@@ -27,6 +27,7 @@ from engine_service.core.update_messages import (
     ProveStaged,
     UpdateStaged,
 )
+from engine_service.core.update_phases import PhaseClock
 from engine_service.core.update_request import (
     Phase,
     RankUpdate,
@@ -54,7 +55,7 @@ class Update:
         """Raises `WrongState` unless just the weights serve that the update is meant for."""
         self.instance = instance
         self.wanted = wanted
-        self.phase = Phase.WAITING
+        self.clock = PhaseClock()
         self.watched = Watched()
         self.staged: StagedWeights | None = None
         self._replies: list[UpdateStaged] = []
@@ -64,6 +65,11 @@ class Update:
         check_serves(instance, wanted)
         weights = instance.engine.weights
         self._base = weights.digest, weights.epoch
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return self.clock.phase
 
     @property
     def base_digest(self) -> str:
@@ -89,7 +95,8 @@ class Update:
         began = time.monotonic()
         brought = await self._fill(source)
         await self._agree(brought)
-        self.phase = Phase.PROVING
+        self.clock.enter(Phase.PROVING)
+        self.watched.note = ""
         command = ProveStaged(probe=brought.probe, prompts=self.wanted.prompts)
         self._probe = (await self.instance.ranks.stage_same(command, Proven))[0].probe
         return self._is_staged(brought, time.monotonic() - began)
@@ -103,7 +110,7 @@ class Update:
         """
         self._known()
         self._check_base()
-        self.phase = Phase.PAUSING
+        self.clock.enter(Phase.PAUSING)
         async with self.instance.pauser.applying(self.wanted.pause) as pause:
             entered = time.monotonic()
             self._check_base()  # while it waited for running requests, experts may have been moved
@@ -125,7 +132,8 @@ class Update:
 
     async def _fill(self, source: UpdateSource) -> Brought:
         self._check_base()
-        self.phase, wanted = Phase.STAGING, self.wanted
+        self.clock.enter(Phase.STAGING)
+        wanted = self.wanted
         await self.instance.ranks.stage(
             [
                 OpenStaging(
@@ -159,8 +167,7 @@ class Update:
         return [reply.manifest for reply in self._replies]
 
     def _is_staged(self, brought: Brought, seconds: float) -> StagedWeights:
-        self.phase = Phase.STAGED
-        self.watched.note = ""
+        self.clock.enter(Phase.STAGED)
         notes = dict.fromkeys(note for reply in self._replies for note in reply.notes)
         self.staged = StagedWeights(
             ranks=[
@@ -179,7 +186,7 @@ class Update:
     async def _apply(self) -> Weights:
         """Has every rank take what is staged; returns what serves now."""
         staged = self._known()
-        self.phase = Phase.COPYING
+        self.clock.enter(Phase.COPYING)
         try:
             replies = await self.instance.ranks.same(ApplyUpdate(), Applied)
         except EngineError as error:
@@ -211,7 +218,7 @@ class Update:
         arena's sequence word tells its readers that these are not the weights that it knows.
         """
         seconds = pause.seconds + time.monotonic() - entered
-        self.phase = Phase.DONE
+        self.clock.enter(Phase.DONE)
         await self.instance.tell_relay()
         clears = self.wanted.pause.clear_cache
         keeps = pause.mode is PauseMode.KEEP if clears is None else not clears

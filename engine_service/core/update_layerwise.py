@@ -49,10 +49,11 @@ class LayerwiseUpdate(Update):
     async def stage(self, source: UpdateSource) -> StagedWeights:
         """Pauses, fills the arenas, and proves what is in them. Stays paused."""
         self._check_base()
-        self.phase = Phase.PAUSING
+        self.clock.enter(Phase.PAUSING)
         applying = self.instance.pauser.applying(self.wanted.pause)
         self._pause = await self._paused.enter_async_context(applying)
         self._entered = time.monotonic()
+        await self.instance.tell_relay()  # for as long as it takes, nobody shall count on it
         try:
             return await super().stage(source)
         except EngineError as error:

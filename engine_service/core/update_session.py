@@ -39,6 +39,7 @@ class Session:
         """What it failed with."""
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
         self._lease: asyncio.TimerHandle | None = None
         self._staging: asyncio.Future[StagedWeights] | None = None
         self._committing: asyncio.Future[UpdateReport] | None = None
@@ -51,6 +52,16 @@ class Session:
     def is_committing(self) -> bool:
         """Whether its commit has begun, and has not ended."""
         return self._committing is not None and not self._committing.done()
+
+    @property
+    def age_seconds(self) -> float:
+        """Since it began."""
+        return self._loop.time() - self._began
+
+    @property
+    def lease_left_seconds(self) -> float:
+        """Until the lease ends; 0 while it does not run."""
+        return max(0.0, self._lease.when() - self._loop.time()) if self._lease else 0.0
 
     @property
     def progress(self) -> UpdateProgress:

@@ -13,6 +13,7 @@ from engine_service.core.update import Update
 from engine_service.core.update_files import check_names
 from engine_service.core.update_layerwise import LayerwiseUpdate
 from engine_service.core.update_messages import PushedHeader, StagePiece
+from engine_service.core.update_phases import UpdateTally
 from engine_service.core.update_request import (
     DiskSource,
     Phase,
@@ -68,6 +69,7 @@ class UpdateSessions:
         self._beginning: dict[str, asyncio.Future[None]] = {}
         """Calls that wait for their turn, by idempotency key."""
         self.current: Session | None = None
+        self.tally = UpdateTally()
         instance.updating = lambda: self.current.progress if self.current else None
 
     async def begin(self, wanted: WeightUpdate, caller: Caller) -> Session:
@@ -205,5 +207,7 @@ class UpdateSessions:
             self._keys = {key: one for key, one in self._keys.items() if one[1] != forgotten}
 
     def _ended(self) -> None:
+        if self.current and self.current.result:
+            self.tally.add(self.current.result, self.current.update.clock.seconds)
         self.current = None
         self._instance.turn.give()

@@ -232,8 +232,10 @@ class Holding:
     def _rank_blocks(self, rank: int) -> RankBlocks:
         manifest = self.manifests[rank]
         blocks = manifest.block_count
-        have = blocks if self.state.committed else 0
+        # What is written in place meanwhile can be counted on by nobody, until we are told.
+        whole = self.state.committed and self._readers.current(rank)
+        have = blocks if whole else 0
         if self.receivers:
             have = self.receivers[rank].blocks_verified
-        digest = manifest.digest if self.state.committed else ""
+        digest = manifest.digest if whole else ""
         return RankBlocks(rank, have, blocks, manifest.data_bytes, digest)

@@ -54,6 +54,8 @@ def match(target: Target, instances: list[Instance]) -> list[Match]:
 
 def misfit(target: Target, source: Instance) -> str:
     """Says the first reason why `source` could not fill `target`; empty if it could."""
+    if source.state is State.UPDATING:
+        return f"state: {source.state} is changing its weights, and can be asked when it is through"
     if not source.state.holds_weights or not source.weights.digest:
         return f"state: {source.state} holds no complete weights"
     return source.format.difference(target.format) if target.format is not None else ""

@@ -63,7 +63,7 @@ async def test_an_update(tmp_path, source, staging):
     assert report.staged.notes == ["tied: the head is the embedding"]
     assert report.seconds_paused >= report.pause.seconds == 0.25
     assert (report.version, report.epoch, report.cache_kept) == ("v2", 2, False)
-    assert stand.instance.link.told == 1
+    assert stand.instance.link.told == (2 if staging is Staging.LAYERWISE else 1)
     assert (7 in stand.instance.codec.end_ids) == (source == "relay")
     assert (stand.updates.current, stand.instance.turn.holder) == (None, "")
 
@@ -146,6 +146,7 @@ async def test_a_caller_that_leaves_in_place(tmp_path):
     calling = asyncio.ensure_future(stand.update(wanted(staging=Staging.LAYERWISE)))
     await stand.steps.reached.wait()
     assert stand.instance.lifecycle.state is State.UPDATING
+    assert stand.instance.link.told == 1, "the relay offers what is being written over"
     calling.cancel()
     await asyncio.wait([calling])
     stand.steps.release.set()

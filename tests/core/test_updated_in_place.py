@@ -68,6 +68,8 @@ def test_a_commit(host, state, is_told):
     for epoch in (1, 2):
         with pytest.raises(EpochChanged):
             read(host.seed, epoch)
+    record = host.seed.record("", 0)
+    assert (record.ranks[0].have_blocks, record.ranks[0].digest) == (0, "")
     host.seed.apply(replace(COMMITTED, state=state))
     with pytest.raises(EpochChanged, match="is at epoch 2, not 1"):
         read(host.seed)
@@ -76,6 +78,7 @@ def test_a_commit(host, state, is_told):
     assert (record.state, record.weights, record.ranks[0].digest) == (
         state, NEW_WEIGHTS, NEW.digest,
     )  # fmt: skip
+    assert record.ranks[0].have_blocks == LAYOUT.block_count
     assert (host.seed.probe, host.seed.manifest(0)) == (b"new probe", NEW)
     host.holdings.acquire("seed", "", 2, NEW_WEIGHTS.digest, "target")
 
@@ -146,6 +149,7 @@ def test_a_relay_that_comes_in_the_middle(host):
     host.holdings.add(again)
     with pytest.raises(NotFound):
         read(again)
+    assert again.record("", 0).ranks[0].have_blocks == 0
     host.arenas.fill([NEW_DATA])
     arena.sequence += 1
     again.apply(COMMITTED)
