@@ -125,12 +125,12 @@ class UpdateScene:
 
     @contextmanager
     def client(
-        self, update: engine_pb2.WeightUpdate, pushes: str = ""
+        self, update: engine_pb2.WeightUpdate, pushes: str = "", seconds: float = LIMIT_SECONDS
     ) -> Iterator[subprocess.Popen[str]]:
         """Runs a client that updates; it is dead afterwards."""
         begin = engine_pb2.BeginWeightUpdateRequest(update=update)
         begin.lease.FromSeconds(LEASE_SECONDS)
-        arguments = self.engine.address, begin.SerializeToString().hex(), pushes
+        arguments = self.engine.address, begin.SerializeToString().hex(), pushes, str(seconds)
         with subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("updater.py")), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -141,18 +141,23 @@ class UpdateScene:
                 process.kill()
 
     @asynccontextmanager
-    async def at(self, phase: Phase) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-        """Has a client bring an update to a phase, where it stays; yields it and the version."""
+    async def at(
+        self, phase: Phase, seconds: float = LIMIT_SECONDS, **changes: Any
+    ) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+        """Has a client bring an update to a phase, where it stays; yields it and the version.
+
+        The client gives up where it isn't staged after so many seconds.
+        """
         async with EngineClient(self.engine.address) as client:
             running = client.generate(request(max_tokens=1800))
             source = disk(self.models[self.other], RATE if phase is Phase.STAGING else 0)
-            wanted = self.asked(source, pause_mode="PAUSE_MODE_WAIT")
+            wanted = self.asked(source, pause_mode="PAUSE_MODE_WAIT", **changes)
             if phase is Phase.PROVING:
                 for number in range(PROMPTS):
                     wanted.probe.add(prompt_token_ids=range(1 + number, 31 + number))
             if phase is Phase.PAUSING:
                 await anext(running)
-            with self.client(wanted) as updater:
+            with self.client(wanted, seconds=seconds) as updater:
                 if phase in (Phase.PAUSING, Phase.COPYING):
                     await self.until(Phase.STAGED, updater)
                     if phase is Phase.COPYING:
@@ -228,8 +233,8 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_disk(pid: int) -> Iterator[None]:
-    """Leaves a process no room for files meanwhile."""
+def no_files(pid: int) -> Iterator[None]:
+    """Leaves a process no room for files, be they in memory, meanwhile."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     try:
         yield
