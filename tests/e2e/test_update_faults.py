@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from stage import Stage, request, status_of
-from update_scene import FAILED, RATE, UpdateScene, disk, ends, no_files, stopped, tell
+from disturbing import ends, failed, no_files, replace, stopped, tell, truncate
+from stage import Stage, answer, eventually, request, status_of
+from update_scene import RATE, UpdateScene, disk
 
 from clients.engine import EngineClient
 from clients.errors import ClientError
@@ -68,15 +69,6 @@ async def _disturbed(scene: UpdateScene, source: dict, disturb: Callable[[], Non
                 disturbed = True
 
 
-async def _failed(client: EngineClient) -> str:
-    """Waits until an instance has failed; returns why."""
-    async with asyncio.timeout(30):
-        async for status in client.watch():
-            if status.state == FAILED:
-                return status.reason
-    raise AssertionError("it has ended without a reason")
-
-
 # Clients
 
 
@@ -108,7 +100,7 @@ async def test_a_client_is_killed_in_place(scene: UpdateScene) -> None:
         scene.at(Phase.STAGING, staging="STAGING_LAYERWISE") as (updater, version),
         EngineClient(scene.engine.address) as client,
     ):
-        failing = asyncio.ensure_future(_failed(client))
+        failing = asyncio.ensure_future(failed(client))
         updater.kill()
         assert f"an update to {version} failed half-way" in await failing
         with pytest.raises(ClientError) as refused:
@@ -131,16 +123,7 @@ async def test_a_source_relay_is_killed(scene: UpdateScene) -> None:
     await scene.as_before()
 
 
-def _truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def _replace(file: Path) -> None:
-    shutil.copy(file, file.with_suffix(".new"))
-    file.with_suffix(".new").replace(file)
-
-
-@pytest.mark.parametrize("change", [_truncate, pytest.param(_replace, marks=pytest.mark.full)])
+@pytest.mark.parametrize("change", [truncate, pytest.param(replace, marks=pytest.mark.full)])
 async def test_a_file_changes_while_it_is_read(
     scene: UpdateScene, change: Callable[[Path], None]
 ) -> None:
@@ -177,7 +160,7 @@ async def test_a_rank_hangs_while_it_computes(scene: UpdateScene) -> None:
         running = client.generate(request(max_tokens=1800))
         await anext(running)
         async with scene.at(Phase.STAGING) as (updater, _):
-            failing = asyncio.ensure_future(_failed(client))
+            failing = asyncio.ensure_future(failed(client))
             os.kill(status.ranks[1].pid, signal.SIGSTOP)  # it is killed by who gives it up
             assert "did not" in await failing
             assert await ends(updater) in ERRORS
@@ -221,14 +204,28 @@ async def test_a_rank_is_killed(scene: UpdateScene, phase: Phase) -> None:
     """The instance is FAILED with the reason, and starts again with its first weights."""
     status = await status_of(scene.engine)
     async with scene.at(phase) as (updater, _), EngineClient(scene.engine.address) as client:
-        failing = asyncio.ensure_future(_failed(client))
+        failing = asyncio.ensure_future(failed(client))
+        asked = asyncio.ensure_future(answer(scene.engine))
+        if phase in COMMITS:
+            await eventually(lambda: _waits(client))
         os.kill(status.ranks[1].pid, signal.SIGKILL)
         if phase is Phase.STAGED:
             tell(updater)
         assert "rank 1" in await failing
         assert await ends(updater) in ERRORS
+        (said,) = await asyncio.gather(asked, return_exceptions=True)
+        if isinstance(said, list):
+            assert phase not in COMMITS
+            assert said == scene.says[scene.serves][1][: len(said)]
+        else:
+            assert isinstance(said, ClientError)
+            assert said.code == "UNAVAILABLE"
     await scene.again(status.generation)
     await scene.as_before()
+
+
+async def _waits(client: EngineClient) -> bool:
+    return (await client.status()).waiting_at_gate == 1
 
 
 # The engine

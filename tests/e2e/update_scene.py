@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,13 +12,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from disturbing import ends, tell
 from stage import READY, Stage, answer, eventually, reach, request, status_of
 
 from clients.engine import EngineClient
 from clients.errors import ClientError
 from clients.relay import RelayClient
 from engine_service.core.update_request import Phase
-from seedrelay.v1 import engine_pb2, weights_pb2
+from seedrelay.v1 import engine_pb2
 
 RATE = 1 << 20
 """Bytes per second of what shall take a few seconds."""
@@ -29,7 +28,6 @@ LEASE_SECONDS = 2
 PROMPTS = 300
 """So many take a few seconds to prove."""
 LIMIT_SECONDS = 60.0
-FAILED = weights_pb2.INSTANCE_STATE_FAILED
 
 
 class UpdateScene:
@@ -206,37 +204,3 @@ async def _says(engine) -> tuple[list[str], list[int]]:
 def disk(folder: Path, rate: int = 0) -> dict[str, Any]:
     """Names a folder as the source."""
     return {"disk": {"folder": str(folder), "rate_limit_bytes_per_second": rate}}
-
-
-def tell(updater: subprocess.Popen[str]) -> None:
-    """Lets a client go on."""
-    assert updater.stdin
-    updater.stdin.write("\n")
-    updater.stdin.flush()
-
-
-async def ends(updater: subprocess.Popen[str]) -> str:
-    """Waits for what a client says at its end."""
-    assert updater.stdout
-    async with asyncio.timeout(LIMIT_SECONDS):
-        return await asyncio.to_thread(updater.stdout.read)
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stops a process meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def no_files(pid: int) -> Iterator[None]:
-    """Leaves a process no room for files, be they in memory, meanwhile."""
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
