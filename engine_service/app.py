@@ -173,7 +173,8 @@ async def _until_over(instance: Instance, stopping: asyncio.Event) -> None:
 async def _drain(instance: Instance, grace_seconds: float) -> None:
     """Admits nothing more, lets what runs finish, then ends it with what it has.
 
-    Who is frozen, or waits for a pause to end, has nothing to wait for.
+    Who is frozen, or waits for a pause to end, has nothing to wait for. A commit comes to its
+    end: ranks that were stopped in the middle of it would have neither weights.
     """
     failed = instance.lifecycle.reason if instance.lifecycle.state is State.FAILED else ""
     instance.lifecycle.to(State.DRAINING, failed)
@@ -182,4 +183,6 @@ async def _drain(instance: Instance, grace_seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_seconds):
             await instance.engine.idle()
+            async with instance.turn.taken("the end of the service"):
+                pass  # whoever changes weights has come to an end
     scheduler.abort_all(instance.engine.weights)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,13 +12,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from disturbing import ends, tell
 from stage import READY, Stage, answer, eventually, reach, request, status_of
 
 from clients.engine import EngineClient
 from clients.errors import ClientError
 from clients.relay import RelayClient
 from engine_service.core.update_request import Phase
-from seedrelay.v1 import engine_pb2, weights_pb2
+from seedrelay.v1 import engine_pb2
 
 RATE = 1 << 20
 """Bytes per second of what shall take a few seconds."""
@@ -29,7 +28,6 @@ LEASE_SECONDS = 2
 PROMPTS = 300
 """So many take a few seconds to prove."""
 LIMIT_SECONDS = 60.0
-FAILED = weights_pb2.INSTANCE_STATE_FAILED
 
 
 class UpdateScene:
@@ -125,12 +123,12 @@ class UpdateScene:
 
     @contextmanager
     def client(
-        self, update: engine_pb2.WeightUpdate, pushes: str = ""
+        self, update: engine_pb2.WeightUpdate, pushes: str = "", seconds: float = LIMIT_SECONDS
     ) -> Iterator[subprocess.Popen[str]]:
         """Runs a client that updates; it is dead afterwards."""
         begin = engine_pb2.BeginWeightUpdateRequest(update=update)
         begin.lease.FromSeconds(LEASE_SECONDS)
-        arguments = self.engine.address, begin.SerializeToString().hex(), pushes
+        arguments = self.engine.address, begin.SerializeToString().hex(), pushes, str(seconds)
         with subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("updater.py")), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -141,18 +139,23 @@ class UpdateScene:
                 process.kill()
 
     @asynccontextmanager
-    async def at(self, phase: Phase) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-        """Has a client bring an update to a phase, where it stays; yields it and the version."""
+    async def at(
+        self, phase: Phase, seconds: float = LIMIT_SECONDS, **changes: Any
+    ) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+        """Has a client bring an update to a phase, where it stays; yields it and the version.
+
+        The client gives up where it isn't staged after so many seconds.
+        """
         async with EngineClient(self.engine.address) as client:
             running = client.generate(request(max_tokens=1800))
             source = disk(self.models[self.other], RATE if phase is Phase.STAGING else 0)
-            wanted = self.asked(source, pause_mode="PAUSE_MODE_WAIT")
+            wanted = self.asked(source, pause_mode="PAUSE_MODE_WAIT", **changes)
             if phase is Phase.PROVING:
                 for number in range(PROMPTS):
                     wanted.probe.add(prompt_token_ids=range(1 + number, 31 + number))
             if phase is Phase.PAUSING:
                 await anext(running)
-            with self.client(wanted) as updater:
+            with self.client(wanted, seconds=seconds) as updater:
                 if phase in (Phase.PAUSING, Phase.COPYING):
                     await self.until(Phase.STAGED, updater)
                     if phase is Phase.COPYING:
@@ -201,37 +204,3 @@ async def _says(engine) -> tuple[list[str], list[int]]:
 def disk(folder: Path, rate: int = 0) -> dict[str, Any]:
     """Names a folder as the source."""
     return {"disk": {"folder": str(folder), "rate_limit_bytes_per_second": rate}}
-
-
-def tell(updater: subprocess.Popen[str]) -> None:
-    """Lets a client go on."""
-    assert updater.stdin
-    updater.stdin.write("\n")
-    updater.stdin.flush()
-
-
-async def ends(updater: subprocess.Popen[str]) -> str:
-    """Waits for what a client says at its end."""
-    assert updater.stdout
-    async with asyncio.timeout(LIMIT_SECONDS):
-        return await asyncio.to_thread(updater.stdout.read)
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stops a process meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def no_disk(pid: int) -> Iterator[None]:
-    """Leaves a process no room for files meanwhile."""
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)

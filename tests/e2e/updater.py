@@ -1,7 +1,8 @@
-"""A process that updates an engine, to be killed at any step: ADDRESS, REQUEST (hex), FOLDER.
+"""A process that updates an engine, to be killed at any step.
 
-With a FOLDER it pushes half of its tensors, and waits. Once all is staged it waits for a line
-before it commits. It prints the version that serves, or the code of its error.
+Its arguments are ADDRESS, REQUEST (in hexadecimal), FOLDER, and SECONDS in which all must be
+staged. With a FOLDER it pushes half of its tensors, and waits for a line. Once all is staged it
+waits for one before it commits. It prints the version that serves, or the code of its error.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ async def _half(session: str, folder: Path) -> AsyncIterator[engine_pb2.PushWeig
         yield message
 
 
-async def _update(address: str, request: bytes, folder: str) -> str:
+async def _update(address: str, request: bytes, folder: str, seconds: float) -> str:
     async with EngineClient(address) as client:
         begin = engine_pb2.BeginWeightUpdateRequest.FromString(request)
         session = (await client.begin_update(begin)).session
         if folder:
             await client._answer(client._stub.PushWeights(_half(session, Path(folder))))
         else:
-            async for _ in client.stage(session):
+            async for _ in client.stage(session, seconds):
                 pass
         await _line()
         return (await client.commit_update(session)).weight_version
@@ -46,9 +47,10 @@ async def _update(address: str, request: bytes, folder: str) -> str:
 
 def main() -> None:
     """Updates."""
-    address, request, folder = sys.argv[1:]
+    address, request, folder, seconds = sys.argv[1:]
     try:
-        sys.stdout.write(asyncio.run(_update(address, bytes.fromhex(request), folder)))
+        work = _update(address, bytes.fromhex(request), folder, float(seconds))
+        sys.stdout.write(asyncio.run(work))
     except ClientError as error:
         sys.stdout.write(error.code)
 
