@@ -155,6 +155,7 @@ async def test_a_caller_that_leaves_in_place(tmp_path):
     await eventually(lambda: stand.updates.current is None)
     assert stand.instance.lifecycle.state is State.FAILED
     assert "it was abandoned" in stand.instance.lifecycle.reason
+    assert Result.SERVES not in [one.result for one in stand.instance.history.records]
 
 
 async def test_one_rank_that_does_not_fit(tmp_path):
