@@ -127,6 +127,7 @@ class Update:
     async def lost(self, error: EngineError) -> EngineError:
         """Gives the instance up, whose weights are neither the old nor the new ones."""
         reason = f"an update to {self.wanted.version} failed half-way: {error.message}"
+        self.instance.history.end()
         await self.instance.fail(reason)
         return type(error)(reason, **{**error.details, "changed": "yes"})
 

@@ -176,6 +176,7 @@ def create(
         header_fd = create_memfd(name, 0)
         undo.callback(os.close, header_fd)
         page = HostArena(header_fd, 0, writable=True)
+        undo.callback(page.close)
         page.header.write(generation, data_bytes, driver.devices()[device])
         handle = driver.allocate(device, _rounded(driver, device, data_bytes))
         arena = CudaArena(driver, page, handle, data_bytes, writable=True)
