@@ -35,6 +35,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that it completes, possibly none."""
+        if len(self._window) > self._whole and self._is_silent(token):
+            return ""  # an open character may be completed behind any number of them
         self._window.append(token)
         text = self._decode(self._window)
         if self._is_open(text):
@@ -56,6 +58,10 @@ class Detokenizer:
         if self._is_open(text):
             return self._decode(self._window[self._whole :])
         return text[len(self._said) :]
+
+    def _is_silent(self, token: int) -> bool:
+        """Returns whether a token has no text; twice, since decoders may trim the first space."""
+        return not self._decode([token, token])
 
     def _is_open(self, text: str) -> bool:
         """Returns whether the window may end within a character."""

@@ -10,6 +10,8 @@ from engine_service.core.detokenizer import Detokenizer
 
 STORY = "é 삼겹살 👩‍👩‍👧 end"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+SILENT = 5000
+"""A token without a text, like those beyond a vocabulary."""
 
 
 def byte_fallback() -> Tokenizer:
@@ -36,7 +38,8 @@ def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@given(st.lists(st.integers(0, 256), max_size=120))
+@given(st.lists(st.one_of(st.integers(0, 256), st.just(SILENT)), max_size=120))
+@example([0xC9, *[SILENT] * 40, 0xAC])
 @example([0xC3, 0xA9] * 40)
 @example([0xFF] * 100)
 @example([0xF0, 0x9F, 0x91] * 40 + [0xA9])
@@ -46,6 +49,15 @@ def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
 def test_pieces_join_to_the_whole(tokens):
     """Whatever bytes come, the pieces joined are the decoding of all tokens at once."""
     tokenizer = TOKENIZERS["byte level"]
+    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("count", [1, 28, 29, 40, 100])
+@pytest.mark.parametrize("begin", [[0xF0], [0xE2, 0x82], [0xFF, 0xFF], list(b"a\xc3"), []])
+def test_tokens_without_a_text(begin, count):
+    """Bytes that no character came of are told, however many silent tokens follow."""
+    tokenizer = TOKENIZERS["byte level"]
+    tokens = [*begin, *[SILENT] * count, *b"end"]
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 

@@ -147,7 +147,9 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     assert [rank.digest for rank in status.ranks] == [rank.digest for rank in reference.ranks]
     assert done["weights_digest"] == status.weights_digest == reference.weights_digest
     assert [rank.arena_address for rank in status.ranks] == scene.addresses
-    assert (first.tokens, first.last.usage.cached_tokens) == (scene.answers[after][0], 0)
+    assert first.tokens == scene.answers[after][0]
+    # Whoever was sent back has had its prompt read by the new weights: that may be found.
+    assert mode == "retract" or first.last.usage.cached_tokens == 0
     followers = await together(scene.engine, PROMPTS)
     assert [one.tokens for one in followers] == scene.answers[after]
     for number, one in enumerate(running):
