@@ -99,7 +99,7 @@ async def relay():
     yield relay
     await relay.close()
     shutil.rmtree(folder)
-    await eventually(lambda: resources() == before)
+    await eventually(before.are_back)
 
 
 async def assert_closed(engine: FakeEngine) -> None:
@@ -269,7 +269,7 @@ async def test_a_failed_staging_gives_memory_back(relay):
     with pytest.raises(CorruptBlock):
         await relay.transfers.start(holding, PullOptions()).task
     await eventually(lambda: holding.lent is None)
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(WrongState, match="only a dummy"):
         relay.transfers.start(holding, PullOptions())
     lent.close()
@@ -343,7 +343,7 @@ async def test_however_a_staging_ends(relay, end, begun):
         assert relay.holdings.leases.count() == 0
         if end in (_fail, _leave):
             break
-        assert resources() == before
+        assert before.are_back()
     lent.close()
 
 
@@ -530,5 +530,5 @@ async def test_rounds_leave_nothing_behind(relay):
             await transfer.task
         target.close()
         await eventually(lambda: relay.attached() == ["seed"])
-    await eventually(lambda: resources() == before)
+    await eventually(before.are_back)
     assert os.fstat(seed.memory.descriptors[0]).st_nlink == 0

@@ -80,7 +80,7 @@ def host():
     host = Host()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 def read(holding: Holding, epoch: int = 1) -> bytes:
@@ -383,7 +383,7 @@ def test_a_detached_holding_lives_as_long_as_its_leases(host):
     assert same_weights(LAYOUT, read(seed), DATA)
     host.holdings.leases.release(lease.lease)
     host.holdings.sweep()
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(LeaseEnded):
         host.holdings.leased(lease.lease)
 
@@ -401,7 +401,7 @@ def test_a_detached_holding_goes_when_its_lease_expires(host):
     assert resources() != before
     host.clock.now += 2
     host.holdings.sweep()
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_nothing_is_unmapped_under_a_reader(host):
@@ -453,7 +453,7 @@ def test_rounds_leave_nothing_behind(host):
             host.holdings.detach(holding)
         for one in (memory, dummy):
             one.close()
-        assert resources() == before
+        assert before.are_back()
 
 
 def test_closing_lets_go_of_everything(host):
@@ -464,6 +464,6 @@ def test_closing_lets_go_of_everything(host):
     host.holdings.acquire("seed", "", 1, memory.digest, "target")
     host.holdings.close()
     memory.close()
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(RelayError):
         host.holdings.get("seed")

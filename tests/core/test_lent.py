@@ -68,7 +68,7 @@ def host():
     host = Serving()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_only_what_differs_lands_and_is_allocated(host):
@@ -142,7 +142,7 @@ def test_only_one_that_serves_lends(host, state):
     with pytest.raises(WrongState, match=f"other is {state}"):
         other.lend([os.dup(host.lent.descriptors[0])])
     assert other.lent is None
-    assert resources() == before
+    assert before.are_back()
 
 
 def _unsealed() -> int:
@@ -176,7 +176,7 @@ def test_memory_that_cannot_be_lent(host, make, error, words):
     with pytest.raises(error, match=words):
         host.lend(fd)
     assert host.held.lent is None
-    assert resources() == before
+    assert before.are_back()
     os.close(fd)
     assert same_weights(LAYOUT, host.read(), DATA)
     host.lend()
@@ -189,7 +189,7 @@ def test_the_second_of_two_ranks(host):
     before = resources()
     with pytest.raises(ManifestError):
         held.lend([os.dup(host.lent.descriptors[0]), _unsealed()])
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_a_lent_memory_is_for_one_pull(host):
@@ -274,7 +274,7 @@ def test_leaving_gives_it_back(host):
     host.lend()
     host.held.lent.open_receivers()
     host.holdings.detach(host.held)
-    assert resources() == before
+    assert before.are_back()
     assert same_weights(LAYOUT, host.read(), DATA)
     with pytest.raises(WrongState):
         host.lend()

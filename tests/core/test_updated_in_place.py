@@ -54,7 +54,7 @@ def host():
     host = Updated()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 @pytest.mark.parametrize("state", [State.READY, State.PAUSED])

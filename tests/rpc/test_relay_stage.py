@@ -233,7 +233,7 @@ async def test_an_update_of_the_source(fleet, serve):
     """A source that is updated meanwhile gives its new weights, and none of those before."""
     _, there, seed = await two_hosts(fleet, changed())
     serving = await serve(there)
-    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=2 << 20)
+    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=1 << 20)
     staging = asyncio.create_task(serving.stage(slow))
     await landing(there)
     await commit(seed, changed(2, seed=10), "v3", 2)
