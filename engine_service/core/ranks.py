@@ -147,11 +147,26 @@ class RankGroup:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
         replies = await self.same(Step(rows), Sampled)
         if any(reply.tokens != replies[0].tokens for reply in replies):
-            self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
-            for worker in self.workers:
-                worker.process.kill()  # whoever watches them ends the instance
-            raise self._broken
+            raise self._give_up("the ranks sampled different tokens: weights differ")
         return replies[0]
+
+    async def in_time(self, command: Command, kind: type[R], seconds: float) -> list[R]:
+        """Gives every rank the same command, and ends them all when one takes longer.
+
+        For what cannot be left half done. Raises `RankDied` then.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.same(command, kind)
+        except TimeoutError:
+            name = type(command).__name__
+            raise self._give_up(f"{name} took a rank longer than {seconds:g} s") from None
+
+    def _give_up(self, reason: str) -> errors.RankDied:
+        self._broken = errors.RankDied(reason)
+        for worker in self.workers:
+            worker.process.kill()  # whoever watches them ends the instance
+        return self._broken
 
     @property
     def lost(self) -> bool:

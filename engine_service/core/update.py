@@ -42,6 +42,8 @@ from engine_service.errors import EngineError, WrongState
 from relay_service.core.instance import Weights
 from relay_service.core.manifest import Manifest, weights_digest
 
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""A rank that copies more slowly than that hangs."""
 _log = logging.getLogger(__name__)
 
 
@@ -189,12 +191,19 @@ class Update:
         staged = self._known()
         self.clock.enter(Phase.COPYING)
         try:
-            replies = await self.instance.ranks.same(ApplyUpdate(), Applied)
+            replies = await self.instance.ranks.in_time(ApplyUpdate(), Applied, self._most_seconds)
         except EngineError as error:
             raise await self.lost(error) from error
         for rank, reply in zip(staged.ranks, replies, strict=True):
             rank.seconds_copied = reply.seconds_copied
         return self._switch()
+
+    @property
+    def _most_seconds(self) -> float:
+        """Time in which ranks must have copied: one that hangs is treated like one that died."""
+        most = max(rank.bytes_changed for rank in self._known().ranks)
+        patience = self.instance.config.collective_timeout_seconds
+        return patience + most / SLOWEST_BYTES_PER_SECOND
 
     def _switch(self) -> Weights:
         """Says what serves now; nothing in between waits, so nobody sees a part of it."""

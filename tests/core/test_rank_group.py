@@ -48,6 +48,17 @@ async def test_tokens_that_differ_are_the_end():
     assert all(worker.killed for worker in group.workers)
 
 
+async def test_a_rank_that_hangs_is_the_end():
+    """Of all: what some have done and others have not is nothing to go on with."""
+    assert await _group(Done(), Done()).in_time(Step(()), Done, 60) == [Done(), Done()]
+    group = _group(Done(), None)
+    with pytest.raises(RankDied, match="Step took a rank longer than"):
+        await group.in_time(Step(()), Done, 0.01)
+    assert all(worker.killed for worker in group.workers)
+    with pytest.raises(RankDied, match="longer than"):
+        await group.step(())
+
+
 @pytest.mark.parametrize("first", [0, 1])
 async def test_the_cause_is_told_and_not_that_others_missed_it(first):
     """A rank that waited in vain says nothing about why."""

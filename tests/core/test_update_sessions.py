@@ -16,6 +16,7 @@ from engine_service.core.version_history import Result
 from engine_service.errors import (
     CheckpointError,
     InvalidRequest,
+    RankDied,
     UpdateBusy,
     UpdateEnded,
     WrongState,
@@ -174,6 +175,18 @@ async def test_the_queue(stand):
     assert not calls[3].done()
     await second.abort("")
     assert (await calls[3]).operator == "3"
+
+
+@virtual
+async def test_a_copy_that_hangs(stand):
+    """It ends in time, and so does the instance."""
+    stand.steps.hold_at = "ApplyUpdate"
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RankDied, match="took too long"):
+        await stand.update(wanted("push"))
+    took = asyncio.get_running_loop().time() - began
+    assert 0 <= took - stand.instance.config.collective_timeout_seconds < 1
+    assert stand.instance.lifecycle.state is State.FAILED
 
 
 @virtual
