@@ -16,11 +16,13 @@ class FakeWorker:
         self.answer = answer
         self.process = self
         self.killed = False
+        self._ended = asyncio.Event()
         self.commands: list[Command] = []
 
     def kill(self) -> None:
         """Ends its process, which it is itself."""
         self.killed = True
+        self._ended.set()
 
     async def send(self, command: Command) -> None:
         """Takes a command."""
@@ -29,7 +31,8 @@ class FakeWorker:
     async def reply(self, _kind: type):
         """Answers it."""
         if self.answer is None:
-            await asyncio.Event().wait()
+            await self._ended.wait()
+            raise RankDied("its stream has ended")
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
