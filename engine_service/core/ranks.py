@@ -72,7 +72,8 @@ class RankGroup:
             await self._send(commands)
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
             failures = await failures_of(replies)
-            self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+            died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+            self._broken = self._broken or died  # who gave it up has said why already
         if failures:
             raise cause(failures)
         return [reply.result() for reply in replies]
