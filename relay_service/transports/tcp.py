@@ -190,6 +190,8 @@ class TcpSession:
                 await limit.take(sum(manifest.block(index).nbytes for index in batch))
                 await run(partial(reader.read, batch))
             await run(reader.leave)
+        except TimeoutError:
+            streams.fail(SourceFailed(f"no block for {STALL_SECONDS:g} s"))
         except OSError as error:
             streams.fail(SourceFailed(f"{self._source.instance}: {error}"))
         except (RelayError, IndexError) as error:
