@@ -154,6 +154,9 @@ def relay(
         str,
         typer.Option(help="HOST:PORT of the data port; by default a free one where it listens."),
     ] = "",
+    data_connections: Annotated[
+        int, typer.Option(help="Connections, 1 to 4, over which targets read from a data port.")
+    ] = 4,
     join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
@@ -174,8 +177,9 @@ def relay(
 
     try:
         config = RelayConfig(
-            listen=listen, data_listen=data_listen, join=join, advertise=advertise,
-            grace_seconds=grace, egress_limit_bytes_per_second=parse_rate(egress_limit),
+            listen=listen, data_listen=data_listen, data_connections=data_connections,
+            join=join, advertise=advertise, grace_seconds=grace,
+            egress_limit_bytes_per_second=parse_rate(egress_limit),
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:

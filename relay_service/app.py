@@ -56,7 +56,9 @@ class Relay:
             lambda: self.holdings.records(known_as), credentials,
         )  # fmt: skip
         over_grpc = GrpcTransport(credentials)
-        over_tcp = TcpTransport(over_grpc, _tls(config.security, ssl.Purpose.SERVER_AUTH))
+        over_tcp = TcpTransport(
+            over_grpc, _tls(config.security, ssl.Purpose.SERVER_AUTH), config.data_connections
+        )
         self.transfers = Transfers(
             self._fleet, [ShmTransport(self.holdings, egress), over_tcp, over_grpc]
         )

@@ -32,7 +32,6 @@ REACH_SECONDS = 1.0
 """Time in which a data port must be reached; who is further away is read over gRPC."""
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 10.0
-CONNECTIONS = MAX_PER_READ
 BLOCKS_PER_CONNECTION = 4
 """Fewer aren't worth a connection."""
 BYTES_PER_SECOND_EACH = 256 << 20
@@ -71,9 +70,15 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, control: Control, tls: TlsContexts | None = None) -> None:
+    def __init__(
+        self,
+        control: Control,
+        tls: TlsContexts | None = None,
+        connections: int = MAX_PER_READ,
+    ) -> None:
         self._control = control
         self._tls = tls
+        self._connections = connections
 
     async def unusable(self, source: Instance) -> str:
         """Says so when the data port isn't there, or not reached within a second."""
@@ -89,7 +94,8 @@ class TcpTransport:
 
     async def open(self, source: Instance, holder: str) -> TcpSession:
         """Takes a lease for `holder`. Raises `SourceFailed` or `EpochChanged`."""
-        return TcpSession(await self._control.open(source, holder), source, self._tls)
+        control = await self._control.open(source, holder)
+        return TcpSession(control, source, self._tls, self._connections)
 
 
 @dataclass
@@ -120,9 +126,10 @@ class TcpSession:
     """A lease at another relay, read over its data port."""
 
     def __init__(
-        self, control: ControlSession, source: Instance, tls: TlsContexts | None = None
+        self, control: ControlSession, source: Instance, tls: TlsContexts | None, connections: int
     ) -> None:
         self._control = control
+        self._connections = connections
         self._source = source
         self._tls = tls
         self._manifests: dict[int, Manifest] = {}
@@ -144,13 +151,13 @@ class TcpSession:
         """Reads blocks over a few connections at once, each one a part that lies together."""
         if not blocks:
             return
-        wanted = _connections(len(blocks), limit)
+        wanted = _worthwhile(self._connections, len(blocks), limit)
         address, tokens = await self._control.grant(rank, runs_of(blocks), wanted)
         endpoint = endpoint_of(address, self._source.address)
         if not tokens:
             raise SourceFailed(f"{self._source.instance}: its relay granted nothing")
         manifest = self._manifests.get(rank) or await self.manifest(rank)
-        streams, share = _Streams(), math.ceil(len(blocks) / len(tokens))
+        streams, share = _Streams(), math.ceil(len(blocks) / min(wanted, len(tokens)))
         ordered = sorted(blocks)
         await together(
             *(
@@ -158,7 +165,7 @@ class TcpSession:
                     streams, endpoint, token, limit, manifest, land,
                     deque(ordered[number * share : (number + 1) * share]),
                 )
-                for number, token in enumerate(tokens[:CONNECTIONS])
+                for number, token in enumerate(tokens[:wanted])
             )
         )  # fmt: skip
         if streams.failure:
@@ -204,9 +211,8 @@ class TcpSession:
                 wire.close()
 
 
-def _connections(blocks: int, limit: TokenBucket) -> int:
+def _worthwhile(most: int, blocks: int, limit: TokenBucket) -> int:
     """Returns how many connections a read of so many blocks is worth."""
-    most = CONNECTIONS
     if limit.bytes_per_second:
         most = min(most, math.ceil(limit.bytes_per_second / BYTES_PER_SECOND_EACH))
     return max(1, min(most, blocks // BLOCKS_PER_CONNECTION))
