@@ -18,6 +18,7 @@ from relay_service.transports.tcp_wire import REASON_BYTES, STEP_SECONDS, Kind, 
 
 IDLE_SECONDS = 30.0
 """Time that a reader may take until it asks again; its lease lasts as long."""
+BOOK_BYTES = 32 << 20
 STALL_SECONDS = 10.0
 """Time that a reader may take for one block."""
 
@@ -44,6 +45,8 @@ class Feeder:
         self._unsaid = b""
         """Frames that go out with what comes next."""
         self._within_block = False
+        self._sent: tuple[Lease, int] | None = None
+        """Bytes that were sent and not booked yet, and the lease that they went out under."""
 
     def run(self) -> None:
         """Serves until the reader is done. Raises `OSError` when it leaves before."""
@@ -52,9 +55,12 @@ class Feeder:
             while (run := self._asked()) is not None:
                 for index in run:
                     self._feed(index)
+                self._settle()
                 self._flush()
         except RelayError as error:
             self._refuse(error)
+        finally:
+            self._settle()
 
     def _asked(self) -> range | None:
         """Returns what the reader asks for next; None when it is done."""
@@ -80,7 +86,19 @@ class Feeder:
             self._within_block = False
             self._unsaid = b""
         self._unsaid = pack(Kind.GOOD, index, self._grant.epoch)
-        self._book(held, block.nbytes)
+        self._note(held, block.nbytes)
+
+    def _note(self, held: Lease, nbytes: int) -> None:
+        """Counts what was sent. Booking wakes the event loop, which costs as much as a block."""
+        sent = nbytes + (self._sent[1] if self._sent else 0)
+        self._sent = held, sent
+        if sent >= BOOK_BYTES:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._sent:
+            self._book(*self._sent)
+            self._sent = None
 
     def _pace(self, nbytes: int) -> None:
         """Waits for the relay's own limit, and tells the reader that it does."""

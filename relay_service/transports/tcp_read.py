@@ -35,6 +35,7 @@ class BlockReader:
         self._epoch = epoch
         self._manifest = manifest
         self._land = land
+        self._in_place = land if isinstance(land, LandInPlace) else None
         self._verdict = bytearray(FRAME_BYTES)
         self._scratch = memoryview(bytearray(0))
 
@@ -76,8 +77,7 @@ class BlockReader:
             self._land(index, data)
 
     def _place(self, index: int) -> AbstractContextManager[memoryview | None]:
-        land = self._land
-        return land.place(index) if isinstance(land, LandInPlace) else nullcontext()
+        return self._in_place.place(index) if self._in_place else nullcontext()
 
     def _elsewhere(self, nbytes: int) -> memoryview:
         """Returns a buffer of this connection, for a block that cannot be received in place."""
