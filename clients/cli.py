@@ -144,7 +144,7 @@ def pull(
     *,
     source: Annotated[str, typer.Option("--from", help="Only instance to pull from.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s; 0 for no limit.")] = "",
-    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0.001)] = 300,
     json_: Json = False,
     credentials: Credentials,

@@ -82,7 +82,7 @@ def engine(
     threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.", min=0)] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,
     fallback: Annotated[str, typer.Option(help="disk or none, when no source is left.")] = "none",
-    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     rate_limit: Annotated[
         str, typer.Option(help="Such as 64MiB/s, for being filled; 0 for no limit.")
     ] = "",
@@ -150,6 +150,13 @@ def engine(
 def relay(
     listen: Listen,
     *,
+    data_listen: Annotated[
+        str,
+        typer.Option(help="HOST:PORT of the data port; by default a free one where it listens."),
+    ] = "",
+    data_connections: Annotated[
+        int, typer.Option(help="Connections, 1 to 4, over which targets read from a data port.")
+    ] = 4,
     join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
@@ -170,7 +177,8 @@ def relay(
 
     try:
         config = RelayConfig(
-            listen=listen, join=join, advertise=advertise, grace_seconds=grace,
+            listen=listen, data_listen=data_listen, data_connections=data_connections,
+            join=join, advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip

@@ -146,6 +146,10 @@ class BytesArena:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.data)[offset : offset + nbytes].toreadonly()
 
+    def place(self, offset: int, nbytes: int) -> memoryview:
+        assert not self.closed, "lent memory that is unmapped"
+        return memoryview(self.data)[offset : offset + nbytes]
+
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
         assert not self.closed, "landed in memory that is unmapped"
         self.passes[offset] += 1

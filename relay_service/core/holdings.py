@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import Instance, State
 from relay_service.core.leases import Lease, LeaseTable
@@ -95,6 +98,17 @@ class Holdings:
             if (holding.name, holding.generation) == (used.instance, used.generation):
                 return used, holding
         raise NotFound(f"{used.instance} has gone")
+
+    def grant(self, lease: str, rank: int, runs: Sequence[Run]) -> Grant:
+        """Describes what may be read under a lease on a connection of its own.
+
+        Raises `LeaseEnded`, `EpochChanged`, `NotFound` for an unknown rank and `InvalidRequest`
+        for blocks that there aren't.
+        """
+        held, holding = self.leased(lease)
+        manifest = holding.manifest(rank, epoch=held.epoch)
+        check_runs(runs, manifest.block_count)
+        return Grant(lease, held.instance, held.generation, held.epoch, rank, tuple(runs))
 
     def artifact(self, sha256: str) -> bytes:
         """Returns an artifact that an attached instance offers. Raises `NotFound`."""

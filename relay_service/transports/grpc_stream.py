@@ -14,6 +14,7 @@ import grpc
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from clients.relay import RelayClient
+from relay_service.core.grants import Run
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
@@ -50,6 +51,17 @@ class GrpcTransport:
                 return f"{source.address} does not answer: {error}"
         return ""
 
+    async def data_address(self, source: Instance) -> str:
+        """Asks for the data address of the source's relay; empty where it has none.
+
+        Raises `SourceFailed` when it does not answer.
+        """
+        async with RelayClient(source.address, self._credentials) as relay:
+            try:
+                return await relay.data_address(timeout=PROBE_SECONDS)
+            except ClientError as error:
+                raise SourceFailed(f"{source.address} does not answer: {error}") from error
+
     async def open(self, source: Instance, holder: str) -> GrpcSession:
         """Takes a lease for `holder`. Raises `SourceFailed` or `EpochChanged`."""
         relay = RelayClient(source.address, self._credentials)
@@ -85,6 +97,15 @@ class GrpcSession:
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded; empty where it has none."""
         return self._probe
+
+    async def grant(
+        self, rank: int, runs: Sequence[Run], connections: int
+    ) -> tuple[str, list[bytes]]:
+        """Asks for connections to the data port, on which blocks are read without gRPC."""
+        try:
+            return await self._relay.grant_read(self._lease, rank, runs, connections)
+        except (ClientError, ValueError) as error:  # no index that fits into a message
+            raise _kind_of(error)(str(error)) from error
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Reads one stream of blocks and lands each one as it comes."""

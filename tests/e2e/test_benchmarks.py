@@ -24,10 +24,13 @@ def _run(name: str, *arguments: str) -> dict[str, Any]:
 def test_relay_transports_runs() -> None:
     """The transports' benchmark moves its bytes by every method and writes its figures."""
     written = _run("relay_transports")
-    assert {"shm_over_memcpy", "grpc_over_bare_grpc", "seed_cpu_seconds_per_gib_shm"} <= written[
-        "figures"
-    ].keys()
-    assert {row["method"] for row in written["rows"]} >= {"memcpy", "shm", "grpc", "gloo"}
+    assert {
+        "shm_over_memcpy", "grpc_over_bare_grpc", "seed_cpu_seconds_per_gib_shm",
+        "tcp_over_bare_sockets", "tcp_over_gloo",
+    } <= written["figures"].keys()  # fmt: skip
+    assert {row["method"] for row in written["rows"]} >= {
+        "memcpy", "shm", "tcp_1", "tcp_4", "bare_sockets_4", "grpc", "gloo",
+    }  # fmt: skip
 
 
 @pytest.mark.full

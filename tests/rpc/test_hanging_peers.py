@@ -61,14 +61,20 @@ async def test_a_directory_that_hangs(fleet, mute, monkeypatch):
         await fleet.stop(relay)
 
 
-async def test_a_deadline_does_not_wait_for_a_source_that_hangs(fleet, monkeypatch):
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+async def test_a_deadline_does_not_wait_for_a_source_that_hangs(fleet, monkeypatch, transport):
     """A pull ends at its deadline although its source does not take the lease back."""
     monkeypatch.setattr(RelayServicer, "ReleaseLease", _hang)
     monkeypatch.setattr(grpc_stream, "RELEASE_SECONDS", 0.2)
     here, there = await two_hosts(fleet)
     async with asyncio.timeout(IN_TIME_SECONDS):
-        with pytest.raises(DeadlineExceeded, match=r"seed \(grpc\): not done"):
-            await pull(fleet.client(there), timeout={"seconds": 1}, rate_limit_bytes_per_second=1)
+        with pytest.raises(DeadlineExceeded, match=rf"seed \({transport}\): not done"):
+            await pull(
+                fleet.client(there),
+                transport=transport,
+                timeout={"seconds": 1},
+                rate_limit_bytes_per_second=1,
+            )
     assert there.transfers.running == []
     assert here.holdings.leases.count() == 1
 
@@ -86,7 +92,7 @@ async def test_a_source_that_hangs_keeps_no_connection(fleet, monkeypatch):
     gc.disable()
     try:
         with pytest.raises(CallFailed, match=r"no block for 0\.3 s"):
-            await pull(client)
+            await pull(client, transport="grpc")
         await eventually(lambda: _sockets() == before)
     finally:
         gc.enable()

@@ -130,7 +130,7 @@ async def test_only_the_block_that_differs_moves(fleet, serve, state, hosts):
     assert LAYOUT.block_count == 10
     assert report.bytes_moved == LAYOUT.block(6).nbytes
     assert (report.blocks_reused, report.bytes_reread) == (9, 0)
-    assert report.transport == ("grpc" if hosts == 2 else "shm")
+    assert report.transport == ("tcp" if hosts == 2 else "shm")
     assert (report.weight_version, report.probe) == ("v2", PROBE)
     assert report.source_weights_digest == report.weights_digest == seed.memory.digest
     assert landed == seed.memory.manifests
