@@ -65,8 +65,7 @@ class Update:
         self._files: dict[str, bytes] = {}
         self._codec: TextCodec | None = None
         check_serves(instance, wanted)
-        weights = instance.engine.weights
-        self._base = weights.digest, weights.epoch
+        self._base = instance.engine.weights.digest, instance.engine.weights.epoch
 
     @property
     def phase(self) -> Phase:

@@ -214,7 +214,7 @@ async def test_a_landing_error(case):
     def land(index: int, data: memoryview) -> None:
         if over:
             late.append(index)
-        if case.receiver.blocks_verified == 3:
+        if case.receiver.blocks_verified >= 3:  # several may land at once
             raise CorruptBlock(0, "w.0", index)
         case.receiver.land(index, data)
 
