@@ -46,7 +46,7 @@ from benchmarks.transport_peers import (
 )
 from clients.launch import Service
 from engine_service.rpc.relay_link import GrpcRelayLink
-from relay_service.core.grants import MAX_PER_READ
+from relay_service.config import DATA_CONNECTIONS
 from relay_service.core.pull_report import PullOptions
 from relay_service.memory.host import HostArena
 
@@ -206,7 +206,7 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
 def figures(rows: list[table.Row]) -> dict[str, float]:
     """Draws the figures from the rows."""
     seed = [row["seed_cpu_seconds_per_gib"] for row in rows if row["method"] == "shm"]
-    tcp, bare_sockets = f"tcp_{MAX_PER_READ}", f"bare_sockets_{MAX_PER_READ}"
+    tcp, bare_sockets = f"tcp_{DATA_CONNECTIONS}", f"bare_sockets_{DATA_CONNECTIONS}"
     pairs = [("shm", "memcpy"), ("grpc", "bare_grpc"), ("grpc", "memcpy"), ("gloo", "memcpy"),
              ("shm", "gloo"), ("grpc", "gloo"), ("memcpy_torch", "memcpy"), (tcp, "memcpy"),
              *((f"tcp_{n}", f"bare_sockets_{n}") for n in CONNECTIONS)]  # fmt: skip
@@ -235,6 +235,7 @@ def main() -> None:
     settings = {
         "pages": "of one arena, long since touched: a first fill into fresh memory is slower",
         "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": PIECE_BYTES,
+        "connections": DATA_CONNECTIONS,
         "seconds": "shm, tcp, grpc: seconds_transfer of the report, from the first block asked for "
         "to the last one verified; others: from the first byte to the last one, connected before",
         "cpu": "user and system time during seconds_wall, for shm, tcp and grpc the whole pull: "

@@ -26,6 +26,7 @@ import grpc
 from benchmarks import table
 from clients.channel import OPTIONS
 from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.config import DATA_CONNECTIONS
 from relay_service.core.attachment import Attach
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
@@ -37,7 +38,7 @@ from relay_service.rpc.server import bind, new_server
 
 UNIT_BYTES = (62 << 20) + (8 << 10)  # its last block is a short one
 PIECE_BYTES = 16 << 20
-CONNECTIONS = (1, 2, 4)
+CONNECTIONS = tuple(sorted({1, 2, 4, DATA_CONNECTIONS}))
 _RANGE = struct.Struct("<QQ")
 
 

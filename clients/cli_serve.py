@@ -155,8 +155,9 @@ def relay(
         typer.Option(help="HOST:PORT of the data port; by default a free one where it listens."),
     ] = "",
     data_connections: Annotated[
-        int, typer.Option(help="Connections, 1 to 4, over which targets read from a data port.")
-    ] = 4,
+        int,
+        typer.Option(help="Connections, 1 to 4, to read from a data port over; 0 to choose."),
+    ] = 0,
     join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
@@ -171,13 +172,14 @@ def relay(
     """Run a relay service: one per host."""
     _tune_libc()
     from relay_service.app import serve
-    from relay_service.config import RelayConfig
+    from relay_service.config import DATA_CONNECTIONS, RelayConfig
     from relay_service.core.rate import parse_rate
     from relay_service.errors import ConfigError, RelayError
 
     try:
         config = RelayConfig(
-            listen=listen, data_listen=data_listen, data_connections=data_connections,
+            listen=listen, data_listen=data_listen,
+            data_connections=data_connections or DATA_CONNECTIONS,
             join=join, advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,

@@ -11,6 +11,8 @@ from relay_service.core.grants import MAX_PER_READ
 from relay_service.core.security import Security
 from relay_service.errors import ConfigError
 
+DATA_CONNECTIONS = max(1, min(MAX_PER_READ, (os.cpu_count() or 1) // 2))
+"""Each one keeps a core busy at either end: on two cores one is faster than several."""
 _ANY_HOST = ("", "0.0.0.0", "[::]")  # noqa: S104 - what is listened on, not whom we trust
 
 
@@ -22,7 +24,7 @@ class RelayConfig:
     """Address to listen on, `HOST:PORT`; port 0 picks a free one."""
     data_listen: str = ""
     """Address of the data port, `HOST:PORT`; empty for a free port of the host of `listen`."""
-    data_connections: int = MAX_PER_READ
+    data_connections: int = DATA_CONNECTIONS
     """Connections over which its targets read from a data port, at most."""
     join: str = ""
     """Address of the directory; empty when this relay is the directory."""

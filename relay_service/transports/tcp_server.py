@@ -76,9 +76,11 @@ class DataServer:
         if reading := [guest.ended for guest in self._guests.values() if guest.admitted]:
             await asyncio.wait(reading, timeout=grace_seconds)
         self._closing.set()
-        for guest in list(self._guests.values()):
+        guests = list(self._guests.values())
+        for guest in guests:
             guest.cut()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        await asyncio.gather(*(guest.ended for guest in guests), return_exceptions=True)
 
     def _make_room(self) -> None:
         strangers = [guest for guest in self._guests.values() if not guest.admitted]

@@ -180,6 +180,7 @@ def test_a_caller_that_says_nothing(port, monkeypatch):
 def test_many_callers_that_say_nothing(port, monkeypatch):
     """Strangers take nobody's place: the oldest is cut for the next one."""
     monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(tcp_server, "HELLO_SECONDS", 60)
     with port.connected() as oldest, port.connected(), port.connected():
         assert ended(oldest)
         reads_among_strangers = port.tokens(port.lease(), [0])[0]

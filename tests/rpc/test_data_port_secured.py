@@ -57,7 +57,9 @@ async def test_weights_over_tls(fleet, authority):
     """Weights of several connections arrive byte for byte, encrypted, on another host."""
     fleet.layout, fleet.data = LONG, random_bytes(LONG)
     here = await fleet.relay(security=authority.issue("here"))
-    there = await fleet.relay(join=here.address, security=authority.issue("there"))
+    there = await fleet.relay(
+        join=here.address, security=authority.issue("there"), data_connections=4
+    )
     await fleet.seed(here)
     target = await fleet.dummy(there)
     async with RelayClient(there.address, Credentials(authority.issue("client"))) as client:
