@@ -43,6 +43,11 @@ class ServedRanks(FakeRanks):
         """Gives every rank the same command."""
         return await self.all([command] * len(self._ranks.ranks), kind)
 
+    async def in_time(self, command, kind, seconds):
+        """Gives every rank the same command, for which it has so long."""
+        async with asyncio.timeout(seconds):
+            return await self.same(command, kind)
+
     async def all(self, commands, kind):
         """Gives each rank its command."""
         if self.before_piece and isinstance(commands[0], DigestWeights):
