@@ -107,3 +107,21 @@ def test_loading_runs() -> None:
         "fp8 disk, memory", "fp8 disk", "fp8 relay",
     ]  # fmt: skip
     assert all(row["seconds"] > 0 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_update_pause_runs() -> None:
+    """Each share of blocks is updated in each way, and a delta moves just what differs."""
+    written = _run("update_pause")
+    assert written["figures"]["delta_1pct_bytes_over_changed"] == 1
+    assert len({row["method"] for row in written["rows"]}) == 12
+    assert all(row["bytes_changed"] > 0 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_pause_modes_runs() -> None:
+    """Every mode is measured under load, and has cost what it promises."""
+    written = _run("pause_modes")
+    mixed = {row["method"]: row["mixed"] for row in written["rows"]}
+    assert (mixed["abort"], mixed["wait"]) == (0, 0)
+    assert mixed["keep"] > 0
