@@ -58,8 +58,9 @@ class DataServer:
         self._loop = asyncio.get_running_loop()
         number = 0
         while True:
+            await self._called()
             try:
-                sock, _ = await self._loop.sock_accept(self._listener)
+                sock, _ = self._listener.accept()
             except OSError as error:  # out of descriptors, or whoever called has left
                 _log.warning("no connection could be accepted: %s", error)
                 await asyncio.sleep(0.1)
@@ -81,6 +82,15 @@ class DataServer:
             guest.cut()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.gather(*(guest.ended for guest in guests), return_exceptions=True)
+
+    async def _called(self) -> None:
+        """Waits for a caller. `sock_accept` would lose one who comes while it is cancelled."""
+        calls = asyncio.Event()
+        self._loop.add_reader(self._listener, calls.set)
+        try:
+            await calls.wait()
+        finally:
+            self._loop.remove_reader(self._listener)
 
     def _make_room(self) -> None:
         strangers = [guest for guest in self._guests.values() if not guest.admitted]

@@ -27,7 +27,7 @@ def port():
     port = Port()
     yield port
     port.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 def until(condition) -> None:

@@ -38,7 +38,7 @@ def script():
     yield start
     for one in scripts:
         one.stop()
-    assert resources() == before
+    assert before.are_back()
 
 
 def receiver_of(script, arena=None) -> Receiver:
