@@ -95,13 +95,13 @@ class UpdateSessions:
     async def push(
         self, name: str, tensors: Sequence[PushedHeader], pieces: AsyncIterator[StagePiece]
     ) -> StagedWeights:
-        """Stages what the caller sends; each piece prolongs the lease."""
+        """Stages what the caller sends; the lease runs while the caller is waited for."""
         session = self.session(name)
         if not isinstance(session.update.wanted.source, PushSource):
             raise WrongState("its tensors are not pushed", field="session", found=name)
         source = PushStaging(tensors, pieces)
-        source.on_piece = session.renew
-        return await session.stage(source, at_callers_pace=True)
+        source.on_word, source.on_wait = session.hold_lease, session.renew
+        return await session.stage(source)
 
     async def abort(self, name: str, reason: str) -> bool:
         """Ends a session; returns whether there was one to end. Raises `WrongState` in a commit."""

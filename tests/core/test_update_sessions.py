@@ -94,6 +94,8 @@ async def test_a_lease_while_the_engine_stages(stand):
     staging = asyncio.ensure_future(stand.updates.push(session.name, TENSORS, all_but_silent()))
     await stand.steps.reached.wait()
     assert session.result is None, "27 s in which it sent something every 9"
+    await asyncio.sleep(1000)
+    assert session.result is None, "it has sent all, and waits for the engine"
     stand.steps.release.set()
     await staging
     await asyncio.sleep(9)

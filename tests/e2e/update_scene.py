@@ -24,7 +24,7 @@ from seedrelay.v1 import engine_pb2
 RATE = 1 << 20
 """Bytes per second of what shall take a few seconds."""
 COLLECTIVE_SECONDS = 6
-LEASE_SECONDS = 2
+LEASE_SECONDS = 4
 PROMPTS = 300
 """So many take a few seconds to prove."""
 LIMIT_SECONDS = 60.0
