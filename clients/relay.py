@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from clients.channel import open_channel
+from clients.channel import open_channel, streamed
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from relay_service.core.grants import Run
@@ -203,11 +203,5 @@ class RelayClient:
             self._failed = error.code() is grpc.StatusCode.UNAVAILABLE
             raise ClientError.of(error, self.address) from error
 
-    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        finally:
-            call.cancel()
+    def _stream(self, call: Any) -> AsyncGenerator[Any]:
+        return streamed(call, self.address)

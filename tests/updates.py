@@ -16,9 +16,9 @@ from fakes import lay_out_bytes, verified
 
 from engine_service.core.load_report import LoadReport
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseCounts, PauseMode, PauseReport, PauseRequest
+from engine_service.core.pause_modes import PauseCounts, PauseMode, PauseReport, PauseRequest
 from engine_service.core.ports import FillReport
-from engine_service.core.ranks import quiet
+from engine_service.core.replies import quiet
 from engine_service.core.update_messages import (
     Applied,
     ApplyUpdate,

@@ -24,8 +24,6 @@ from engine_service.core.staging_streams import StagingStreams
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
 
-__all__ = ["RankGroup", "quiet"]
-
 R = TypeVar("R", bound=Reply)
 
 

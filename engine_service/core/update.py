@@ -13,7 +13,7 @@ import time
 
 from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseMode, PauseReport
+from engine_service.core.pause_modes import PauseMode, PauseReport
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.update_checks import check_serves, check_staged
 from engine_service.core.update_files import joined, new_codec

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseReport
+from engine_service.core.pause_modes import PauseReport
 from engine_service.core.update import Update
 from engine_service.core.update_messages import DropStaging
 from engine_service.core.update_request import (

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from relay_service.core.instance import Weights
 
 MAX_RECORDS = 256

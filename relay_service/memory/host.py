@@ -102,6 +102,21 @@ def _seals(fd: int) -> int:
         return 0
 
 
+def counted_bytes(base: int, *counters: str) -> int:
+    """Sums up what the kernel counts of the mapping that begins there (proc(5), smaps)."""
+    total, inside = 0, False
+    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(":")
+            if "-" in line.split(" ", 1)[0]:
+                if inside:
+                    break
+                inside = line.startswith(f"{base:x}-")
+            elif inside and name in counters:
+                total += int(rest.split()[0]) * 1024
+    return total
+
+
 class HostArena:
     """One mapping of an arena: a header page, then the data."""
 
@@ -199,14 +214,7 @@ class HostArena:
 
     def page_kind(self) -> str:
         """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""
-        huge = 0
-        with Path("/proc/self/smaps").open(encoding="ascii") as smaps:
-            inside = False
-            for line in smaps:
-                if "-" in line.split(" ", 1)[0]:
-                    inside = line.startswith(f"{self.base:x}-")
-                elif inside and line.startswith(("ShmemPmdMapped:", "Shared_Hugetlb:")):
-                    huge += int(line.split()[1]) * 1024
+        huge = counted_bytes(self.base, "ShmemPmdMapped", "Shared_Hugetlb")
         return f"huge ({huge} bytes)" if huge else "4 KiB"
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from updates import Stand, contents_of, wanted
 
 from clients.cli import app
 from clients.safetensors_files import read_folder
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from engine_service.core.update_sessions import Caller
 from engine_service.errors import CheckpointError
 from relay_service.core.manifest import weights_digest

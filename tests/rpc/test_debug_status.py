@@ -14,7 +14,7 @@ from updates import TENSORS, Stand, pieces, wanted
 from clients.cli import app
 from engine_service.core.check_messages import FoundWeights
 from engine_service.core.check_report import CheckMode, CheckReport, Difference
-from engine_service.core.pausing import PauseMode, PauseRequest
+from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.update_sessions import Caller
 from engine_service.errors import CheckpointError, UpdateBusy
 from engine_service.rpc.metrics_updates import UpdateCollector

@@ -12,7 +12,7 @@ from updates import PUSHED, Stand, contents_of
 
 from clients.engine_updates import ELEMENT_BYTES, PIECE_BYTES, Tensor, _messages
 from clients.errors import CallFailed, DeadlineExceeded
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from engine_service.errors import CheckpointError
 from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2
