@@ -223,9 +223,11 @@ async def test_a_call_whose_time_is_over(stand, client):
     assert stand.instance.engine.weights.epoch == 1
     stand.steps.hold_at = "ApplyUpdate"
     stand.steps.release.clear()
+    stand.steps.reached.clear()
     with pytest.raises(DeadlineExceeded):
-        async for _ in client.update(request, timeout=0.3):
+        async for _ in client.update(request, timeout=2):
             pass
+    assert stand.steps.reached.is_set(), "the commit had not begun"
     stand.steps.release.set()
     await eventually(lambda: stand.instance.engine.weights.epoch == 2)
 
