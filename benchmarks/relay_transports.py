@@ -3,7 +3,8 @@
 Every method moves the same bytes out of one sealed arena, in interleaved rounds:
 
     memcpy       one thread, all at once, mapped memfd to mapped memfd; memcpy_torch: by copy_
-    shm, grpc    a pull through real relay processes, every block verified as it lands
+    shm, tcp_N, grpc   a pull through real relay processes, every block verified as it lands
+    bare_sockets_N     1 MiB at a time, arena to arena, N connections, not verified
     bare_grpc    1 MiB messages through grpc.aio with our options, copied in, not verified
     gloo         isend and irecv of all pieces at once between two processes, not verified
 
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from benchmarks import table
 from benchmarks.transport_peers import (
+    CONNECTIONS,
     PIECE_BYTES,
     UNIT_BYTES,
     Shared,
@@ -38,16 +40,21 @@ from benchmarks.transport_peers import (
     be_bare_server,
     be_gloo,
     be_seed,
+    be_socket_client,
+    be_socket_server,
     new_arena,
 )
 from clients.launch import Service
 from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.config import DATA_CONNECTIONS
 from relay_service.core.pull_report import PullOptions
 from relay_service.memory.host import HostArena
 
 GOALS = {
     "shm_over_memcpy": ">= 0.75",
     "grpc_over_bare_grpc": ">= 0.9",
+    "tcp_over_bare_sockets": ">= 0.9",
+    "tcp_over_gloo": ">= 1.0",
     "seed_cpu_seconds_per_gib_shm": "<= 0.02",
 }
 COLUMNS = {
@@ -105,7 +112,8 @@ class Bench:
         return Method(name, source, [target], self.emptied, move)
 
     def by_relays(self, name: str, source: int, relay: Service) -> Method:
-        """Pulls by the transport `name` into an instance that is attached to `relay`."""
+        """Pulls by the transport that `name` begins with into an instance at `relay`."""
+        transport = name.partition("_")[0]
         link = GrpcRelayLink(relay.address)
 
         @asynccontextmanager
@@ -123,9 +131,9 @@ class Bench:
                     await link.close()
 
         async def move() -> float:
-            options = PullOptions(source_instance="seed", transport=name)
+            options = PullOptions(source_instance="seed", transport=transport)
             report = await link.pull(options, lambda _: None)
-            if (report.transport, report.bytes_moved) != (name, self.layout.weight_bytes):
+            if (report.transport, report.bytes_moved) != (transport, self.layout.weight_bytes):
                 raise SystemExit(f"{name}: {report.bytes_moved} bytes moved by {report.transport}")
             return report.seconds_transfer
 
@@ -162,11 +170,16 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
     with contextlib.ExitStack() as stack:
         start = stack.enter_context
         near = start(Service(listen, folder / "near.log"))
-        far = start(Service([*listen, "--join", near.address], folder / "far.log"))
+        fars = {}
+        for n in CONNECTIONS:
+            told = [*listen, "--join", near.address, "--data-connections", str(n)]
+            fars[n] = start(Service(told, folder / f"far-{n}.log"))
         _, _, seed = start(table.peer(be_seed, near.address, units))
         bench = Bench(seed)
         server, _, address = start(table.peer(be_bare_server, seed))
         client, bare, _ = start(table.peer(be_bare_client, bench.shared, address))
+        near_end, _, port = start(table.peer(be_socket_server, seed))
+        far_end, sockets, _ = start(table.peer(be_socket_client, bench.shared, port))
         gloo = [
             start(table.peer(be_gloo, rank, str(folder / "store"), seed, bench.shared))
             for rank in (0, 1)
@@ -176,7 +189,12 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
             Method("memcpy", [], [os.getpid()], bench.emptied, bench.memcpy),
             bench.by_peers("memcpy_torch", [], receiver, [receive]),
             bench.by_relays("shm", seed.pid, near),
-            bench.by_relays("grpc", near.pid, far),
+            *(bench.by_relays(f"tcp_{n}", near.pid, fars[n]) for n in CONNECTIONS),
+            *(
+                bench.by_peers(f"bare_sockets_{n}", [near_end], far_end, [sockets])
+                for n in CONNECTIONS
+            ),
+            bench.by_relays("grpc", near.pid, fars[1]),
             bench.by_peers("bare_grpc", [server], client, [bare]),
             bench.by_peers("gloo", [sender], receiver, [send, receive]),
         ]
@@ -188,10 +206,18 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
 def figures(rows: list[table.Row]) -> dict[str, float]:
     """Draws the figures from the rows."""
     seed = [row["seed_cpu_seconds_per_gib"] for row in rows if row["method"] == "shm"]
+    tcp, bare_sockets = f"tcp_{DATA_CONNECTIONS}", f"bare_sockets_{DATA_CONNECTIONS}"
     pairs = [("shm", "memcpy"), ("grpc", "bare_grpc"), ("grpc", "memcpy"), ("gloo", "memcpy"),
-             ("shm", "gloo"), ("grpc", "gloo"), ("memcpy_torch", "memcpy")]  # fmt: skip
+             ("shm", "gloo"), ("grpc", "gloo"), ("memcpy_torch", "memcpy"), (tcp, "memcpy"),
+             *((f"tcp_{n}", f"bare_sockets_{n}") for n in CONNECTIONS)]  # fmt: skip
+
+    def ratio(one: str, other: str) -> float:
+        return table.median_ratio(rows, one, other, "gib_per_second")
+
     return {
-        **{f"{a}_over_{b}": table.median_ratio(rows, a, b, "gib_per_second") for a, b in pairs},
+        "tcp_over_bare_sockets": ratio(tcp, bare_sockets),
+        "tcp_over_gloo": ratio(tcp, "gloo"),
+        **{f"{one}_over_{other}": ratio(one, other) for one, other in pairs},
         "seed_cpu_seconds_per_gib_shm": sum(seed) / len(seed),
     }
 
@@ -209,9 +235,10 @@ def main() -> None:
     settings = {
         "pages": "of one arena, long since touched: a first fill into fresh memory is slower",
         "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": PIECE_BYTES,
-        "seconds": "shm, grpc: seconds_transfer of the report, from the first block asked for to "
-        "the last one verified; others: from the first byte to the last one, connected before",
-        "cpu": "user and system time during seconds_wall, for shm and grpc the whole pull: "
+        "connections": DATA_CONNECTIONS,
+        "seconds": "shm, tcp, grpc: seconds_transfer of the report, from the first block asked for "
+        "to the last one verified; others: from the first byte to the last one, connected before",
+        "cpu": "user and system time during seconds_wall, for shm, tcp and grpc the whole pull: "
         "matching, lease and mapping the target's arena included",
         "versions": table.versions("grpcio", "torch", "xxhash"),
     }  # fmt: skip

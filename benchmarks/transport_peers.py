@@ -7,12 +7,18 @@ pipe until its end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import socket
+import struct
+import threading
 import time
 import warnings
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import grpc
@@ -20,6 +26,7 @@ import grpc
 from benchmarks import table
 from clients.channel import OPTIONS
 from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.config import DATA_CONNECTIONS
 from relay_service.core.attachment import Attach
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
@@ -31,6 +38,8 @@ from relay_service.rpc.server import bind, new_server
 
 UNIT_BYTES = (62 << 20) + (8 << 10)  # its last block is a short one
 PIECE_BYTES = 16 << 20
+CONNECTIONS = tuple(sorted({1, 2, 4, DATA_CONNECTIONS}))
+_RANGE = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,57 @@ def be_bare_client(pipe: Connection, scratch: Shared, address: str) -> None:
 
     pipe.send("ready")
     table.answer(pipe, {"bare_grpc": lambda: asyncio.run(read())})
+
+
+def be_socket_server(pipe: Connection, seed: Shared) -> None:
+    """Sends the ranges that are asked for out of the seed's arena, until the pipe ends."""
+    arena = seed.map()
+
+    def serve(sock: socket.socket) -> None:
+        with sock:
+            while len(asked := sock.recv(_RANGE.size, socket.MSG_WAITALL)) == _RANGE.size:
+                start, end = _RANGE.unpack(asked)
+                for offset in range(start, end, BLOCK_BYTES):
+                    sock.sendall(arena.view(offset, min(BLOCK_BYTES, end - offset)))
+
+    def accept() -> None:
+        while True:
+            sock, _ = listener.accept()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=accept, daemon=True).start()
+    pipe.send(listener.getsockname())
+    pipe.poll(None)
+
+
+def be_socket_client(pipe: Connection, scratch: Shared, address: tuple[str, int]) -> None:
+    """Receives all ranges in their places, over as many connections as the command says."""
+    arena = scratch.map(writable=True)
+
+    def receive(sock: socket.socket, start: int, end: int) -> None:
+        sock.sendall(_RANGE.pack(start, end))
+        for offset in range(start, end, BLOCK_BYTES):
+            nbytes = min(BLOCK_BYTES, end - offset)
+            if sock.recv_into(arena.view(offset, nbytes), 0, socket.MSG_WAITALL) != nbytes:
+                raise SystemExit("bare sockets: cut short")
+
+    def move(connections: int) -> float:
+        with contextlib.ExitStack() as stack:
+            connect = socket.create_connection
+            socks = [stack.enter_context(connect(address)) for _ in range(connections)]
+            threads = stack.enter_context(ThreadPoolExecutor(connections))
+            blocks = -(-arena.data_bytes // BLOCK_BYTES)
+            share = -(-blocks // connections) * BLOCK_BYTES
+            starts = [min(number * share, arena.data_bytes) for number in range(connections)]
+            ends = [*starts[1:], arena.data_bytes]
+            began = time.perf_counter()
+            list(threads.map(receive, socks, starts, ends))
+            return time.perf_counter() - began
+
+    pipe.send("ready")
+    table.answer(pipe, {f"bare_sockets_{n}": partial(move, n) for n in CONNECTIONS})
 
 
 def be_gloo(pipe: Connection, rank: int, store: str, seed: Shared, scratch: Shared) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from clients.credentials import NOTHING, Credentials, channel_credentials
+from clients.errors import ClientError
 from relay_service.core.security import is_loopback
 
 MESSAGE_BYTES = 4 << 20
@@ -98,3 +99,14 @@ class Channel:
 def open_channel(address: str, credentials: Credentials = NOTHING) -> Channel:
     """Opens a channel to `HOST:PORT`. Connecting happens with the first call."""
     return Channel(address, credentials)
+
+
+async def streamed(call: Any, address: str) -> AsyncGenerator[Any]:
+    """Yields the responses of a call; leaving it cancels the call. Raises `ClientError`."""
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise ClientError.of(error, address) from error
+    finally:
+        call.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from clients import (
     cli_pause,
     cli_serve,
     cli_show,
+    cli_status,
     cli_update,
     report,
 )
@@ -25,7 +25,6 @@ from clients.cli_run import Failure, run, say
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
 from clients.engine import EngineClient
-from clients.errors import CallFailed
 from clients.progress import PullProgressBar
 from clients.relay import RelayClient
 from relay_service.core.match import Target
@@ -53,27 +52,32 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    """Bring up LLM inference replicas from one that already serves."""
+    """Serve LLMs, bring up replicas from one that serves, and update their weights in place."""
     del version_  # its callback has shown it
 
 
-app.command("engine")(cli_serve.engine)
-app.command("relay")(cli_serve.relay)
+SERVICES, REQUESTS, WEIGHTS = "Services", "Requests", "Weights"
+"""Groups of commands, as `--help` shows them."""
+MODELS = "Models"
+
+app.command("engine", rich_help_panel=SERVICES)(cli_serve.engine)
+app.command("relay", rich_help_panel=SERVICES)(cli_serve.relay)
+app.command("status", rich_help_panel=SERVICES)(cli_status.status)
 for name, command in cli_pause.COMMANDS.items():
-    app.command(name)(command)
-app.command("check")(cli_check.check)
+    app.command(name, rich_help_panel=REQUESTS)(command)
+app.command("update", rich_help_panel=WEIGHTS)(cli_update.update)
+app.command("versions", rich_help_panel=WEIGHTS)(cli_update.versions)
+app.command("check", rich_help_panel=WEIGHTS)(cli_check.check)
 cli_model.app.command("compile")(cli_compile.compile_model)
-app.command("update")(cli_update.update)
-app.command("versions")(cli_update.versions)
-app.add_typer(cli_model.app, name="model")
-app.add_typer(cli_experts.app, name="experts")
+app.add_typer(cli_experts.app, name="experts", rich_help_panel=WEIGHTS)
+app.add_typer(cli_model.app, name="model", rich_help_panel=MODELS)
 
 EngineAddress = Annotated[str, typer.Option("--engine", help="Address of an engine, HOST:PORT.")]
 RelayAddress = Annotated[str, typer.Option("--relay", help="Address of a relay, HOST:PORT.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 
-@app.command()
+@app.command(rich_help_panel=REQUESTS)
 @with_credentials
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue, or what to ask with --chat.")],
@@ -132,25 +136,7 @@ def generate(
     run(stream(), as_json=json_)
 
 
-@app.command()
-@with_credentials
-def status(
-    address: Annotated[str, typer.Argument(help="Address of an engine or a relay.")],
-    *,
-    watch: Annotated[bool, typer.Option(help="Go on at every change.")] = False,
-    json_: Json = False,
-    credentials: Credentials,
-) -> None:
-    """Show the state of an engine, or the fleet of a relay."""
-
-    async def show() -> None:
-        if not await _show_engine(address, credentials, watch=watch, as_json=json_):
-            await _show_relay(address, credentials, watch=watch, as_json=json_)
-
-    run(show(), as_json=json_)
-
-
-@app.command()
+@app.command(rich_help_panel=WEIGHTS)
 @with_credentials
 def pull(
     engine: EngineAddress,
@@ -158,7 +144,7 @@ def pull(
     *,
     source: Annotated[str, typer.Option("--from", help="Only instance to pull from.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s; 0 for no limit.")] = "",
-    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0.001)] = 300,
     json_: Json = False,
     credentials: Credentials,
@@ -185,7 +171,7 @@ def pull(
     run(fill(), as_json=json_)
 
 
-@app.command()
+@app.command(rich_help_panel=WEIGHTS)
 @with_credentials
 def sources(
     relay: RelayAddress,
@@ -214,40 +200,6 @@ async def _target(address: str, credentials: Credentials) -> Target:
     return Target(
         status.instance, format_from_proto(status.format), placement_from_proto(status.placement)
     )
-
-
-async def _show_engine(
-    address: str, credentials: Credentials, *, watch: bool, as_json: bool
-) -> bool:
-    """Shows an engine's status; returns False when the service is not an engine."""
-    async with EngineClient(address, credentials) as client:
-        try:
-            current = await client.status()
-        except CallFailed as error:
-            if error.code == "UNIMPLEMENTED":
-                return False
-            raise
-        if not watch:
-            cli_show.engine(current, as_json=as_json)
-            return True
-        async for current in client.watch():
-            cli_show.engine(current, as_json=as_json)
-    return True
-
-
-async def _show_relay(
-    address: str, credentials: Credentials, *, watch: bool, as_json: bool
-) -> None:
-    async with RelayClient(address, credentials) as client:
-        last = None
-        while True:
-            current = report.relay_status(await client.status())
-            if current != last:
-                cli_show.relay(current, as_json=as_json)
-            if not watch:
-                return
-            last = current
-            await asyncio.sleep(1)
 
 
 def _rate(text: str) -> int:

@@ -19,15 +19,19 @@ from seedrelay.v1 import engine_pb2
 def check(
     engine: Annotated[str, typer.Option(help="Address of an engine, HOST:PORT.")],
     *,
-    against: Annotated[str, typer.Option(help="Instance to compare with.")] = "",
-    snapshot: Annotated[bool, typer.Option("--snapshot", help="Remember what is there.")] = False,
+    against: Annotated[str, typer.Option(help="Name of an instance to compare with.")] = "",
+    snapshot: Annotated[
+        bool, typer.Option("--snapshot", help="Remember what is there, for --compare.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with the snapshot.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List the digest of every tensor.")
+    ] = False,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the call fails.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
     credentials: Credentials,
 ) -> None:
-    """Compare weights in memory with what they were, or should be; exits with 1 if they differ."""
+    """Compare weights in memory with what came, was, or another has; exit with 1 if they differ."""
     if bool(against) + snapshot + compare > 1:
         raise typer.BadParameter("one of --against, --snapshot and --compare")
     mode = engine_pb2.CHECK_MODE_DIGEST
@@ -65,7 +69,6 @@ def _table(found: engine_pb2.CheckWeightsResponse) -> None:
             f"{f', found {one.found}' * bool(one.found)}")  # fmt: skip
     if (more := found.difference_count - len(found.differences)) > 0:
         say(f"and {more} more")
-    verdict = "equal" if found.equal else "different"
-    say(f"{verdict}{f' with {found.against}' * bool(found.against)}: weights "
+    say(f"{report_check.verdict(found)}: weights "
         f"{found.weight_version}, epoch {found.epoch}, checked in {found.seconds:.2f} s, "
         f"{found.seconds_paused:.2f} s of it without steps")  # fmt: skip

@@ -17,7 +17,21 @@ from seedrelay.v1 import engine_pb2
 
 EngineAddress = Annotated[str, typer.Option("--engine", help="Address of an engine, HOST:PORT.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+ClearCache = Annotated[
+    bool | None, typer.Option(help="Empty the prefix cache. Unset means yes, except in mode keep.")
+]
 Deadline = Annotated[float | None, typer.Option(help="Seconds until the call fails.", min=0.001)]
+
+
+MODES = (
+    "What becomes of running requests: abort ends them with what they have, wait lets them "
+    "finish, keep freezes them, retract sends them back to the queue."
+)
+FINISH_WITHIN = "With mode wait: seconds for running requests to finish; unset for no limit."
+ON_DEADLINE = (
+    "What becomes of those that still run then: abort, keep or retract. Unset to give up, with "
+    "everything as before."
+)
 
 
 class Mode(StrEnum):
@@ -33,26 +47,24 @@ class Mode(StrEnum):
 def pause(
     engine: EngineAddress,
     *,
-    mode: Annotated[Mode, typer.Option(help="What becomes of running requests.")] = Mode.KEEP,
-    clear_cache: Annotated[
-        bool | None,
-        typer.Option(help="Empty the prefix cache; unset means yes, except to keep requests."),
-    ] = None,
-    finish_within: Annotated[
-        float | None, typer.Option(help="Seconds for running requests to finish.", min=0)
-    ] = None,
-    on_deadline: Annotated[
-        Mode | None, typer.Option(help="What becomes of those that still run then.")
-    ] = None,
+    mode: Annotated[Mode, typer.Option(help=MODES)] = Mode.KEEP,
+    clear_cache: ClearCache = None,
+    finish_within: Annotated[float | None, typer.Option(help=FINISH_WITHIN, min=0)] = None,
+    on_deadline: Annotated[Mode | None, typer.Option(help=ON_DEADLINE)] = None,
     drain_delay: Annotated[
-        float, typer.Option(help="Seconds in which health says so before the gate closes.", min=0)
+        float,
+        typer.Option(
+            help="Seconds in which health says NOT_SERVING already, so that balancers turn away, "
+            "and requests still run.",
+            min=0,
+        ),
     ] = 0.0,
     operator: Annotated[str, typer.Option(help="Who pauses, for others to see.")] = "",
     deadline: Deadline = None,
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
-    """Let no new request run, and let go of what runs, until `continue`."""
+    """Hold requests back until `continue`: new ones wait at the gate."""
     request = engine_pb2.PauseGenerationRequest(
         mode=_to_proto(mode), clear_cache=clear_cache, operator=operator,
         on_deadline=_to_proto(on_deadline) if on_deadline else None,
@@ -78,12 +90,17 @@ def continue_(
     engine: EngineAddress,
     *,
     keep_reserved_memory: Annotated[
-        bool, typer.Option(help="Do not give back what a device's allocator does not use.")
+        bool,
+        typer.Option(
+            "--keep-reserved-memory",
+            help="Leave devices the memory that they do not use; else it goes back once after an "
+            "update.",
+        ),
     ] = False,
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
-    """Let requests run again."""
+    """End a pause, whoever began it: what waits and what is frozen goes on."""
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:
@@ -101,7 +118,7 @@ def continue_(
 
 @with_credentials
 def flush(engine: EngineAddress, *, json_: Json = False, credentials: Credentials) -> None:
-    """Free the KV blocks that only the prefix cache holds."""
+    """Empty the prefix cache. It frees memory; new weights never need it."""
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:
@@ -121,17 +138,25 @@ def abort(
     requests: Annotated[list[str] | None, typer.Argument(help="Names of requests.")] = None,
     *,
     all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    update: Annotated[
+        str,
+        typer.Option(help="Session of an update to end instead; `status --debug` shows its name."),
+    ] = "",
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
-    """End requests with what they have: those that are named, or all."""
-    if bool(requests) == all_:
-        raise typer.BadParameter("name requests, or give --all", param_hint="REQUESTS")
+    """End requests with what they have, named ones or all; or an update that is not applied yet."""
+    if bool(requests) + all_ + bool(update) != 1:
+        raise typer.BadParameter("name requests, or --all, or --update", param_hint="REQUESTS")
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:
-            aborted = await (client.abort_all() if all_ else client.abort(requests or ()))
-        say(json.dumps({"aborted": aborted}) if json_ else f"{aborted} answers ended")
+            if update:
+                aborted = int(await client.abort_update(update))
+            else:
+                aborted = await (client.abort_all() if all_ else client.abort(requests or ()))
+        what = "updates" if update else "answers"
+        say(json.dumps({"aborted": aborted}) if json_ else f"{aborted} {what} ended")
 
     run(work(), as_json=json_)
 

@@ -82,7 +82,7 @@ def engine(
     threads: Annotated[int, typer.Option(help="Compute threads per rank; 0 to choose.", min=0)] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds in which a dummy must be filled.")] = 300,
     fallback: Annotated[str, typer.Option(help="disk or none, when no source is left.")] = "none",
-    transport: Annotated[str, typer.Option(help="auto, shm or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     rate_limit: Annotated[
         str, typer.Option(help="Such as 64MiB/s, for being filled; 0 for no limit.")
     ] = "",
@@ -150,6 +150,14 @@ def engine(
 def relay(
     listen: Listen,
     *,
+    data_listen: Annotated[
+        str,
+        typer.Option(help="HOST:PORT of the data port; by default a free one where it listens."),
+    ] = "",
+    data_connections: Annotated[
+        int,
+        typer.Option(help="Connections, 1 to 4, to read from a data port over; 0 to choose."),
+    ] = 0,
     join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
@@ -164,13 +172,15 @@ def relay(
     """Run a relay service: one per host."""
     _tune_libc()
     from relay_service.app import serve
-    from relay_service.config import RelayConfig
+    from relay_service.config import DATA_CONNECTIONS, RelayConfig
     from relay_service.core.rate import parse_rate
     from relay_service.errors import ConfigError, RelayError
 
     try:
         config = RelayConfig(
-            listen=listen, join=join, advertise=advertise, grace_seconds=grace,
+            listen=listen, data_listen=data_listen,
+            data_connections=data_connections or DATA_CONNECTIONS,
+            join=join, advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from clients import report
+from clients import report, report_debug
 from clients.cli_run import say
 from relay_service.core.match import Match
 from seedrelay.v1 import engine_pb2, weights_pb2
@@ -14,7 +14,8 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
     """Prints an engine's status."""
     shown = report.engine_status(status)
     if as_json:
-        say(json.dumps(shown))
+        debug = {"debug": report_debug.debug(status.debug)} if status.HasField("debug") else {}
+        say(json.dumps({**shown, **debug}))
         return
     say(f"{shown['instance']}  {shown['state']}  {shown['reason']}".rstrip())
     say(f"  model {shown['model']}, weights {shown['weight_version'] or '-'} "
@@ -28,8 +29,8 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         say(f"  {how_far['phase']} {how_far['source_instance']}".rstrip() +
             f": {how_far['bytes_verified']}/{how_far['bytes_total']} bytes")  # fmt: skip
     if new := shown["update"]:
-        say(f"  update: {new['phase']} {new['note']}".rstrip() +
-            f": {new['bytes_done']}/{new['bytes_total']} bytes")  # fmt: skip
+        how_much = f": {new['bytes_done']}/{new['bytes_total']} bytes" * bool(new["bytes_total"])
+        say(f"  update: {new['phase']} {new['note']}".rstrip() + how_much)
     for rank in shown["ranks"]:
         say(f"  rank {rank['rank']}: process {rank['pid']}, {rank['arena_bytes']} bytes, "
             f"{rank['page_kind']} pages, {'sealed' if rank['sealed'] else 'open'}")  # fmt: skip

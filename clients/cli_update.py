@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from clients import report_update as report
+from clients.cli_pause import FINISH_WITHIN, MODES, ON_DEADLINE, ClearCache, Mode
 from clients.cli_run import Failure, run, say
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
@@ -23,15 +24,6 @@ Engine = Annotated[str, typer.Option("--engine", help="Address of an engine, HOS
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 
-class Mode(StrEnum):
-    """What becomes of running requests."""
-
-    abort = "abort"
-    wait = "wait"
-    keep = "keep"
-    retract = "retract"
-
-
 class Staging(StrEnum):
     """Where weights wait for their commit."""
 
@@ -43,39 +35,48 @@ class Staging(StrEnum):
 def update(
     engine: Engine,
     source: Annotated[
-        str, typer.Option("--from", help="disk:DIR (the engine's), relay:INSTANCE or push:DIR.")
+        str,
+        typer.Option(
+            "--from",
+            help="disk:DIR on the engine's host, below its --model-root; relay:INSTANCE, another "
+            "engine; or push:DIR, from here.",
+        ),
     ],
     version: Annotated[str, typer.Option(help="What to call the new weights.")],
     *,
-    mode: Annotated[Mode, typer.Option(help="What becomes of running requests.")] = Mode.retract,
-    partial: Annotated[bool, typer.Option(help="Tensors that do not come stay.")] = False,
+    mode: Annotated[Mode, typer.Option(help=MODES)] = Mode.RETRACT,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Some tensors come, the others stay.")
+    ] = False,
     staging: Annotated[
-        Staging, typer.Option(help="layerwise needs less memory, and a failure ends the engine.")
+        Staging,
+        typer.Option(
+            help="host: beside what serves; takes memory for what changes. layerwise: in place; "
+            "takes that of a layer, pauses throughout, and a failure ends the engine."
+        ),
     ] = Staging.host,
-    base_digest: Annotated[str, typer.Option(help="Weights digest that must serve.")] = "",
+    base_digest: Annotated[str, typer.Option(help="Only if weights of this digest serve.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for disk and relay.")] = "",
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds for running requests to finish, in wait.", min=0)
-    ] = None,
-    on_deadline: Annotated[
-        Mode | None, typer.Option(help="What becomes of those that run then; else it gives up.")
-    ] = None,
-    no_clear_cache: Annotated[bool, typer.Option(help="Leave the prefix cache as it is.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for another update.", min=0)] = 0,
+    finish_within: Annotated[float | None, typer.Option(help=FINISH_WITHIN, min=0)] = None,
+    on_deadline: Annotated[Mode | None, typer.Option(help=ON_DEADLINE)] = None,
+    clear_cache: ClearCache = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait while somebody else updates.", min=0)
+    ] = 0,
     operator: Annotated[str, typer.Option(help="Who updates, for the history.")] = "",
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
-    """Give an engine that serves new weights."""
+    """Give new weights to an engine that serves, in place. Until it is done the old ones serve."""
     asked = engine_pb2.WeightUpdate(
         weight_version=version, base_digest=base_digest,
         pause_mode=f"PAUSE_MODE_{mode.upper()}",
         staging=f"STAGING_{staging.upper()}",
         completeness="COMPLETENESS_PARTIAL" if partial else "COMPLETENESS_FULL",
-        clear_cache=False if no_clear_cache else None,
+        clear_cache=clear_cache,
     )  # fmt: skip
-    if deadline is not None:
-        asked.pause_deadline.FromNanoseconds(int(deadline * 1e9))
+    if finish_within is not None:
+        asked.pause_deadline.FromNanoseconds(int(finish_within * 1e9))
     if on_deadline is not None:
         asked.MergeFrom(
             engine_pb2.WeightUpdate(on_pause_deadline=f"PAUSE_MODE_{on_deadline.upper()}")
@@ -97,11 +98,11 @@ def update(
 def versions(
     engine: Engine,
     *,
-    set_: Annotated[str, typer.Option("--set", help="Call the weights that serve so.")] = "",
+    set_: Annotated[str, typer.Option("--set", help="What to call the weights that serve.")] = "",
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
-    """List the weights that an engine has had, or call those that serve otherwise."""
+    """List the weights that an engine has had, and updates that failed; or rename what serves."""
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:
@@ -113,8 +114,9 @@ def versions(
             return
         for one in records:
             reason = f"  {one['reason']}" if one["reason"] else ""
-            say(f"{one['time']}  {one['result']:<8}{one['weight_version']}  epoch {one['epoch']}  "
-                f"{one['weights_digest'] or '-'}  {one['source']}{reason}")  # fmt: skip
+            digest, epoch = one["weights_digest"] or "-", one["epoch"] or "-"
+            say(f"{one['time'][:19]}Z  {one['result']:<8}{one['weight_version']}  "
+                f"epoch {epoch}  {digest}  {one['source']}{reason}")  # fmt: skip
 
     run(work(), as_json=json_)
 

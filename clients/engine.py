@@ -86,11 +86,10 @@ class EngineClient(UpdateCalls):
         response = await self._answer(self._stub.Abort(message, timeout=CALL_SECONDS))
         return int(response.aborted)
 
-    async def status(self) -> engine_pb2.EngineStatus:
-        """Returns the state of the instance."""
-        response = await self._answer(
-            self._stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
-        )
+    async def status(self, *, debug: bool = False) -> engine_pb2.EngineStatus:
+        """Returns the state of the instance; `debug` adds what to look at when it is wrong."""
+        request = engine_pb2.GetStatusRequest(debug=debug)
+        response = await self._answer(self._stub.GetStatus(request, timeout=CALL_SECONDS))
         status: engine_pb2.EngineStatus = response.status
         return status
 
@@ -151,7 +150,7 @@ class EngineClient(UpdateCalls):
         return found
 
     async def watch(self) -> AsyncIterator[engine_pb2.EngineStatus]:
-        """Yields the state now and at every change."""
+        """Yields the status now and whenever there is news, at most ten times a second."""
         async for response in self._stream(self._stub.WatchStatus(engine_pb2.WatchStatusRequest())):
             yield response.status
 

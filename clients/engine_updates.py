@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 import xxhash
 
-from clients.channel import MESSAGE_BYTES
+from clients.channel import MESSAGE_BYTES, streamed
 from clients.errors import ClientError
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
@@ -128,14 +128,8 @@ class UpdateCalls:
         except grpc.aio.AioRpcError as error:
             raise ClientError.of(error, self.address) from error
 
-    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        finally:
-            call.cancel()
+    def _stream(self, call: Any) -> AsyncGenerator[Any]:
+        return streamed(call, self.address)
 
 
 def _header(session: str, tensors: Sequence[Tensor]) -> engine_pb2.PushHeader:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from clients.channel import open_channel
+from clients.channel import open_channel, streamed
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
+from relay_service.core.grants import Run
 from relay_service.core.instance import Instance
 from relay_service.core.logs import transfer_id
 from relay_service.core.manifest import Manifest
@@ -59,6 +60,12 @@ class RelayClient:
         request = relay_pb2.GetAttachmentRequest()
         response = await self._unary(self._stub.GetAttachment(request, timeout=timeout))
         return response.socket_path, response.relay_generation
+
+    async def data_address(self, timeout: float = CALL_SECONDS) -> str:
+        """Returns the relay's data address; empty where it has none, or is too old for one."""
+        request = relay_pb2.GetAttachmentRequest()
+        response = await self._unary(self._stub.GetAttachment(request, timeout=timeout))
+        return str(response.data_address)
 
     async def announce(
         self,
@@ -144,6 +151,17 @@ class RelayClient:
         )
         return response
 
+    async def grant_read(
+        self, lease: str, rank: int, runs: Sequence[Run], connections: int
+    ) -> tuple[str, list[bytes]]:
+        """Returns the data address and tokens for at most so many connections to it."""
+        request = relay_pb2.GrantReadRequest(
+            lease=lease, rank=rank, connection_count=connections,
+            runs=[relay_pb2.BlockRun(first_block=f, block_count=c) for f, c in runs],
+        )  # fmt: skip
+        response = await self._unary(self._stub.GrantRead(request, timeout=CALL_SECONDS))
+        return response.data_address, list(response.grants)
+
     async def release_lease(self, lease: str, timeout: float = CALL_SECONDS) -> None:
         """Gives a lease back."""
         request = relay_pb2.ReleaseLeaseRequest(lease=lease)
@@ -190,11 +208,5 @@ class RelayClient:
             self._failed = error.code() is grpc.StatusCode.UNAVAILABLE
             raise ClientError.of(error, self.address) from error
 
-    async def _stream(self, call: Any) -> AsyncGenerator[Any]:
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise ClientError.of(error, self.address) from error
-        finally:
-            call.cancel()
+    def _stream(self, call: Any) -> AsyncGenerator[Any]:
+        return streamed(call, self.address)

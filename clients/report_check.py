@@ -28,6 +28,13 @@ def check(found: engine_pb2.CheckWeightsResponse) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def verdict(found: engine_pb2.CheckWeightsResponse) -> str:
+    """Returns whether the weights are equal, and to what, in words."""
+    if not found.against:
+        return "remembered"
+    return f"{'equal to' if found.equal else 'different from'} {found.against}"
+
+
 def _rank(found: engine_pb2.RankCheck) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "rank": found.rank,

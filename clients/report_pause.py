@@ -7,11 +7,17 @@ from typing import Any
 from seedrelay.v1 import engine_pb2, weights_pb2
 
 
+def mode_name(value: engine_pb2.PauseMode) -> str:
+    """Returns a pause mode in lower case; empty for none."""
+    name = str(engine_pb2.PauseMode.Name(value)).removeprefix("PAUSE_MODE_").lower()
+    return name if value else ""
+
+
 def status(closed: engine_pb2.PauseStatus) -> dict[str, Any]:
     """Returns who closed the gate, and how."""
     return {
         "operator": closed.operator,
-        "mode": str(engine_pb2.PauseMode.Name(closed.mode)).removeprefix("PAUSE_MODE_").lower(),
+        "mode": mode_name(closed.mode),
         "age_seconds": closed.age_seconds,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients import report
+from clients import report, report_pause
 from seedrelay.v1 import engine_pb2
 
 
@@ -42,11 +42,10 @@ def update(done: engine_pb2.UpdateReport) -> dict[str, Any]:
 
 def version_record(one: engine_pb2.WeightVersionRecord) -> dict[str, Any]:
     """Returns weights that served, or an update that failed."""
-    mode = engine_pb2.PauseMode.Name(one.pause_mode).removeprefix("PAUSE_MODE_").lower()
     return {
         "weight_version": one.weight_version, "weights_digest": one.weights_digest,
         "epoch": one.epoch, "time": one.time.ToJsonString(), "source": one.source,
         "operator": one.operator, "result": one.result, "reason": one.reason,
         "seconds_staged": one.seconds_staged, "seconds_paused": one.seconds_paused,
-        "pause_mode": mode if one.pause_mode else "", "bytes_changed": one.bytes_changed,
+        "pause_mode": report_pause.mode_name(one.pause_mode), "bytes_changed": one.bytes_changed,
     }  # fmt: skip

@@ -27,6 +27,7 @@ from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
 from engine_service.rpc.gateway import GatewayServicer
 from engine_service.rpc.metrics import EngineCollector
+from engine_service.rpc.metrics_updates import UpdateCollector
 from engine_service.rpc.relay_link import GrpcRelayLink
 from engine_service.rpc.servicer import EngineServicer
 from relay_service.core.instance import State
@@ -60,7 +61,9 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
     filler = Filler(instance)
-    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(instance, filler), server)
+    servicer = EngineServicer(instance, filler)
+    metrics.show(UpdateCollector(instance, lambda: servicer.updates))
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)
     health = rpc.add_standard_services(server)
     await server.start()
@@ -170,7 +173,8 @@ async def _until_over(instance: Instance, stopping: asyncio.Event) -> None:
 async def _drain(instance: Instance, grace_seconds: float) -> None:
     """Admits nothing more, lets what runs finish, then ends it with what it has.
 
-    Who is frozen, or waits for a pause to end, has nothing to wait for.
+    Who is frozen, or waits for a pause to end, has nothing to wait for. A commit comes to its
+    end: ranks that were stopped in the middle of it would have neither weights.
     """
     failed = instance.lifecycle.reason if instance.lifecycle.state is State.FAILED else ""
     instance.lifecycle.to(State.DRAINING, failed)
@@ -179,4 +183,6 @@ async def _drain(instance: Instance, grace_seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_seconds):
             await instance.engine.idle()
+            async with instance.turn.taken("the end of the service"):
+                pass  # whoever changes weights has come to an end
     scheduler.abort_all(instance.engine.weights)

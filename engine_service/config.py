@@ -63,7 +63,7 @@ class EngineConfig:
     fallback: str = "none"
     """`disk` loads from the folder when no source fills the dummy, `none` fails."""
     transport: str = ""
-    """Only transport to fill through: `shm` or `grpc`; empty to choose by probing."""
+    """Only transport to fill through: `shm`, `tcp` or `grpc`; empty to choose by probing."""
     rate_limit_bytes_per_second: int = 0
     """Most bytes per second to fill with; 0 for no limit."""
     model_root: str = ""
@@ -107,7 +107,7 @@ class EngineConfig:
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
-        _one_of("transport", self.transport, ("", "auto", "shm", "grpc"))
+        _one_of("transport", self.transport, ("", "auto", "shm", "tcp", "grpc"))
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         if self.redundant_experts < 0:

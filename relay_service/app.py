@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import uuid
 
 from clients.credentials import Credentials
-from relay_service.config import RelayConfig, socket_path
+from relay_service.config import RelayConfig, data_address, socket_path
 from relay_service.core.attach_server import AttachServer
+from relay_service.core.grants import Grants
 from relay_service.core.holdings import Holdings
 from relay_service.core.process import announce_listening, stop_on_signals
 from relay_service.core.rate import TokenBucket
 from relay_service.core.registry import RENEW_SECONDS, Registry
+from relay_service.core.security import Security
+from relay_service.core.tls_contexts import TlsContexts
 from relay_service.core.transfers import Transfers
 from relay_service.memory.mapping import map_arena
 from relay_service.rpc import server as rpc
@@ -22,6 +26,8 @@ from relay_service.rpc.metrics_server import MetricsServer
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports.grpc_stream import BlockServicer, GrpcTransport
 from relay_service.transports.shm import ShmTransport
+from relay_service.transports.tcp import TcpTransport
+from relay_service.transports.tcp_server import DataServer
 from seedrelay.v1 import relay_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -36,21 +42,39 @@ class Relay:
         credentials = Credentials(config.security, "relay")
         self._server = rpc.new_server(credentials)
         self.address = rpc.bind(self._server, config.listen, credentials)
-        self.holdings = Holdings()
+        self.holdings, grants = Holdings(), Grants()
         known_as = config.advertise or self.address
         registry, egress = Registry(), TokenBucket(config.egress_limit_bytes_per_second)
+        host = self.address.rpartition(":")[0]
+        data_listen = config.data_listen or f"{host}:0"
+        self._data_server = DataServer(
+            data_listen, self.holdings, grants, egress,
+            _tls(config.security, ssl.Purpose.CLIENT_AUTH),
+        )  # fmt: skip
         self._fleet = DirectoryFleet(
             known_as, uuid.uuid4().hex, config.join, registry,
             lambda: self.holdings.records(known_as), credentials,
         )  # fmt: skip
+        over_grpc = GrpcTransport(credentials)
+        over_tcp = TcpTransport(
+            over_grpc, _tls(config.security, ssl.Purpose.SERVER_AUTH), config.data_connections
+        )
         self.transfers = Transfers(
-            self._fleet, [ShmTransport(self.holdings, egress), GrpcTransport(credentials)]
+            self._fleet, [ShmTransport(self.holdings, egress), over_tcp, over_grpc]
         )
         path = socket_path(self.address)
         self._attach_server = AttachServer(path, self.holdings, self.transfers, map_arena)
         self._server.add_generic_rpc_handlers((BlockServicer(self.holdings, egress).handler(),))
         relay_pb2_grpc.add_RelayServiceServicer_to_server(
-            RelayServicer(self.holdings, registry, self._fleet, self.transfers, str(path)),
+            RelayServicer(
+                self.holdings,
+                registry,
+                self._fleet,
+                self.transfers,
+                str(path),
+                grants,
+                data_address(config.data_listen, self._data_server.port),
+            ),
             self._server,
         )
         self._metrics = MetricsServer(config.metrics_listen, config.security)
@@ -67,6 +91,7 @@ class Relay:
         self._background = [
             asyncio.create_task(self._fleet.keep_announced()),
             asyncio.create_task(_sweep(self.holdings)),
+            asyncio.create_task(self._data_server.accept()),
         ]
 
     async def failed(self) -> None:
@@ -83,7 +108,8 @@ class Relay:
         for task in self._background:
             task.cancel()
         await asyncio.wait(self._background)
-        await self._server.stop(self._config.grace_seconds)
+        grace = self._config.grace_seconds
+        await asyncio.gather(self._server.stop(grace), self._data_server.close(grace))
         self.holdings.close()
 
 
@@ -103,6 +129,10 @@ async def serve(config: RelayConfig) -> None:
         await relay.stop()
     for wait in done:
         wait.result()
+
+
+def _tls(security: Security, purpose: ssl.Purpose) -> TlsContexts | None:
+    return TlsContexts(security, purpose) if security.tls else None
 
 
 async def _sweep(holdings: Holdings) -> None:

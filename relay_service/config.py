@@ -7,7 +7,13 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relay_service.core.grants import MAX_PER_READ
 from relay_service.core.security import Security
+from relay_service.errors import ConfigError
+
+DATA_CONNECTIONS = max(1, min(MAX_PER_READ, (os.cpu_count() or 1) // 2))
+"""Each one keeps a core busy at either end: on two cores one is faster than several."""
+_ANY_HOST = ("", "0.0.0.0", "[::]")  # noqa: S104 - what is listened on, not whom we trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +22,10 @@ class RelayConfig:
 
     listen: str
     """Address to listen on, `HOST:PORT`; port 0 picks a free one."""
+    data_listen: str = ""
+    """Address of the data port, `HOST:PORT`; empty for a free port of the host of `listen`."""
+    data_connections: int = DATA_CONNECTIONS
+    """Connections over which its targets read from a data port, at most."""
     join: str = ""
     """Address of the directory; empty when this relay is the directory."""
     advertise: str = ""
@@ -32,8 +42,25 @@ class RelayConfig:
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a setting that cannot work."""
         self.security.check_listen(self.listen)
+        if not 1 <= self.data_connections <= MAX_PER_READ:
+            raise ConfigError(
+                f"{self.data_connections} connections: 1 to {MAX_PER_READ} are possible",
+                field="data_connections",
+            )
+        if self.data_listen:
+            self.security.check_listen(self.data_listen, field="data_listen")
         if self.metrics_listen:
             self.security.check_listen(self.metrics_listen)
+
+
+def data_address(listen: str, port: int) -> str:
+    """Returns what readers are told of a data port.
+
+    Without a host unless one was named that they can reach: then it is that of the relay, by
+    whatever name they reach it.
+    """
+    host = listen.rpartition(":")[0]
+    return f"{'' if host in _ANY_HOST else host}:{port}"
 
 
 def socket_path(address: str) -> Path:

@@ -24,6 +24,7 @@ from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 VOCAB = 300
 CONTEXT = 64
 EOS = 250
+LIMITS = Limits(CONTEXT, 4, 2, 4)
 
 
 class FakeRanks(FakeRunner):
@@ -37,9 +38,9 @@ class FakeRanks(FakeRunner):
 class Service:
     """One engine service in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS, blocks: int = 32) -> None:
         self.ranks = FakeRanks()
-        self.scheduler = Scheduler(Limits(CONTEXT, 4, 2, 4), BlockPool(32, 4))
+        self.scheduler = Scheduler(limits, BlockPool(blocks, 4))
         self.instance = Instance(
             EngineConfig(model="tiny", listen="127.0.0.1:0"),
             Identity("one", "life", "tiny"),

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -54,14 +54,27 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Non
         await asyncio.sleep(0.005)
 
 
-def resources() -> tuple[int, int]:
-    """Returns how many descriptors and arena mappings this process has.
+class Resources(NamedTuple):
+    """What this process has open and mapped."""
 
-    What earlier tests have dropped is closed first, lest it be closed between two countings.
-    """
+    descriptors: int
+    mappings: int
+    """Of arenas."""
+
+    def are_back(self) -> bool:
+        """Returns whether no more is there than when these were counted.
+
+        Less may be: what an earlier test has left behind closes when it likes.
+        """
+        now = resources()
+        return now.descriptors <= self.descriptors and now.mappings <= self.mappings
+
+
+def resources() -> Resources:
+    """Counts what this process has, once what earlier tests have dropped is closed."""
     gc.collect()
-    maps = Path("/proc/self/maps").read_text().count("memfd:")
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps
+    mappings = Path("/proc/self/maps").read_text().count("memfd:")
+    return Resources(sum(1 for _ in Path("/proc/self/fd").iterdir()), mappings)
 
 
 class FakeClock:
@@ -132,6 +145,10 @@ class BytesArena:
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.data)[offset : offset + nbytes].toreadonly()
+
+    def place(self, offset: int, nbytes: int) -> memoryview:
+        assert not self.closed, "lent memory that is unmapped"
+        return memoryview(self.data)[offset : offset + nbytes]
 
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
         assert not self.closed, "landed in memory that is unmapped"

@@ -16,9 +16,9 @@ from fakes import lay_out_bytes, verified
 
 from engine_service.core.load_report import LoadReport
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseCounts, PauseMode, PauseReport, PauseRequest
+from engine_service.core.pause_modes import PauseCounts, PauseMode, PauseReport, PauseRequest
 from engine_service.core.ports import FillReport
-from engine_service.core.ranks import quiet
+from engine_service.core.replies import quiet
 from engine_service.core.update_messages import (
     Applied,
     ApplyUpdate,
@@ -38,7 +38,7 @@ from engine_service.core.update_messages import (
 )
 from engine_service.core.update_request import DiskSource, PushSource, RelaySource, WeightUpdate
 from engine_service.core.update_sessions import Caller, UpdateSessions
-from engine_service.errors import ArenaError, ProbeMismatch
+from engine_service.errors import ArenaError, ProbeMismatch, RankDied
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import weights_digest
 from relay_service.core.pull_report import PathStep, PullOptions
@@ -118,6 +118,13 @@ class UpdateRanks(FakeRanks):
                 self.arenas_hold, self.staged, self.changed = self.staged, None, False
                 return [Applied(10, 0.5)] * RANKS
         raise AssertionError(command)
+
+    async def in_time(self, command, kind, seconds):
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.same(command, kind)
+        except TimeoutError:
+            raise RankDied("a rank took too long") from None
 
     async def lend(self):
         await self._steps.step("lend")

@@ -27,7 +27,7 @@ from engine_service.core.expert_messages import (
 from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
 from engine_service.core.prefix import kv_origin
-from engine_service.core.ranks import quiet
+from engine_service.core.replies import quiet
 from engine_service.core.turn import MOVES
 from engine_service.errors import EngineError, RankDied, WrongState
 from relay_service.core.instance import State

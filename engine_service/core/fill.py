@@ -16,7 +16,7 @@ from engine_service.core.fill_log import FillLog
 from engine_service.core.instance import Instance
 from engine_service.core.messages import CheckProbe, Commit, Done
 from engine_service.core.ports import FillProgress, FillReport, OnProgress, RelayLink
-from engine_service.core.ranks import quiet
+from engine_service.core.replies import quiet
 from engine_service.errors import (
     ArenaError,
     EngineError,

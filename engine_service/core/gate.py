@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +39,18 @@ class Gate:
         """`room` says how many may wait here."""
         self.closed_by: Closing | None = None
         self._room = room
+        self._closed_at = 0.0
+        self._seconds_closed = 0.0
+        """Before it was closed last."""
         self._expected: dict[Ticket, None] = {}
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         """In the order in which they came."""
+
+    @property
+    def seconds_closed(self) -> float:
+        """Seconds for which it has been closed, all in all."""
+        now = time.monotonic() - self._closed_at if self.closed_by else 0.0
+        return self._seconds_closed + now
 
     @property
     def waiting(self) -> int:
@@ -77,10 +87,13 @@ class Gate:
 
     def close(self, closing: Closing) -> None:
         """Closes it, or says anew who has."""
+        if self.closed_by is None:
+            self._closed_at = time.monotonic()
         self.closed_by = closing
 
     def open(self) -> None:
         """Opens it and wakes whoever waits, in their order. Does nothing to an open one."""
+        self._seconds_closed = self.seconds_closed
         self.closed_by = None
         for future in self._waiting.values():
             _wake(future)

@@ -58,8 +58,8 @@ class Hashing:
                 last = os.fstat(file.fileno())
         except OSError as error:
             raise CheckpointError(f"{name}: {error.strerror}", file=name) from error
-        identity = _identity(name, first)
-        if identity != _identity(name, last):
+        identity = FileIdentity.of(name, first)
+        if identity != FileIdentity.of(name, last):
             raise CheckpointError(f"{name} was changed while it was read", file=name)
         check_sum(name, digest.hexdigest(), self._sums)
         return identity
@@ -76,7 +76,3 @@ def check_sum(name: str, found: str, sums: Mapping[str, str]) -> None:
 
 def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _identity(name: str, status: os.stat_result) -> FileIdentity:
-    return FileIdentity(name, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -30,7 +30,8 @@ from engine_service.core.pausing import Pauser
 from engine_service.core.phases import Phases
 from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
 from engine_service.core.rank_config import RankConfig
-from engine_service.core.ranks import RankGroup, quiet
+from engine_service.core.ranks import RankGroup
+from engine_service.core.replies import quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.turn import Turn
 from engine_service.core.update_request import UpdateProgress

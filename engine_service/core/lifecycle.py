@@ -49,6 +49,10 @@ class Lifecycle:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def changed(self) -> None:
+        """Waits until a state is entered."""
+        await self._changed.wait()
+
     async def watch(self) -> AsyncGenerator[State]:
         """Yields the present state and later ones, `STOPPED` last; a slow watcher misses some."""
         while True:

@@ -27,8 +27,6 @@ from engine_service.core.request import Finish
 from engine_service.errors import EngineError, NotReady, WaitTimeout, WrongState
 from relay_service.core.instance import State
 
-__all__ = ["PauseCounts", "PauseMode", "PauseReport", "PauseRequest", "Pauser", "ResumeReport"]
-
 Trim = Callable[[], Awaitable[tuple[int, int]]]
 """Gives unused memory of devices back; returns the bytes reserved before and after."""
 ADMISSION = "admission of a request"

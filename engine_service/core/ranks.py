@@ -24,8 +24,6 @@ from engine_service.core.staging_streams import StagingStreams
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
 
-__all__ = ["RankGroup", "quiet"]
-
 R = TypeVar("R", bound=Reply)
 
 
@@ -72,7 +70,8 @@ class RankGroup:
             await self._send(commands)
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
             failures = await failures_of(replies)
-            self._broken = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+            died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+            self._broken = self._broken or died  # who gave it up has said why already
         if failures:
             raise cause(failures)
         return [reply.result() for reply in replies]
@@ -147,11 +146,26 @@ class RankGroup:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
         replies = await self.same(Step(rows), Sampled)
         if any(reply.tokens != replies[0].tokens for reply in replies):
-            self._broken = errors.RankDied("the ranks sampled different tokens: weights differ")
-            for worker in self.workers:
-                worker.process.kill()  # whoever watches them ends the instance
-            raise self._broken
+            raise self._give_up("the ranks sampled different tokens: weights differ")
         return replies[0]
+
+    async def in_time(self, command: Command, kind: type[R], seconds: float) -> list[R]:
+        """Gives every rank the same command, and ends them all when one takes longer.
+
+        For what cannot be left half done. Raises `RankDied` then.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.same(command, kind)
+        except TimeoutError:
+            name = type(command).__name__
+            raise self._give_up(f"{name} took a rank longer than {seconds:g} s") from None
+
+    def _give_up(self, reason: str) -> errors.RankDied:
+        self._broken = errors.RankDied(reason)
+        for worker in self.workers:
+            worker.process.kill()  # whoever watches them ends the instance
+        return self._broken
 
     @property
     def lost(self) -> bool:

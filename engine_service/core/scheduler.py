@@ -50,6 +50,8 @@ class Scheduler:
         self.generated_tokens = 0
         self.finished: Counter[Finish] = Counter()
         """Answers that have ended, by reason."""
+        self.retracted = 0
+        """How often `retract` has sent an answer back to the queue."""
 
     @property
     def begun(self) -> list[Sequence]:
@@ -141,18 +143,17 @@ class Scheduler:
 
     def retract(self, sequences: list[Sequence]) -> int:
         """Sends running sequences back to the queue and frees their KV; returns how many."""
-        retracted = list(sequences)
-        for sequence in retracted:
+        for sequence in (retracted := list(sequences)):
             self._preempt(sequence)
+        self.retracted += len(retracted)
         return len(retracted)
 
     def abort(self, sequences: list[Sequence], weights: Weights) -> None:
         """Ends some sequences with what they have."""
         for sequence in sequences:
             self.remove(sequence, Finish.ABORT)
-            sequence.events.put_nowait(
-                TokenEvent(None, weights, Finish.ABORT, index=sequence.index)
-            )
+            ended = TokenEvent(None, weights, Finish.ABORT, index=sequence.index)
+            sequence.events.put_nowait(ended)
 
     def abort_all(self, weights: Weights) -> None:
         """Ends every sequence with what it has."""

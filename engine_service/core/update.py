@@ -13,7 +13,7 @@ import time
 
 from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseMode, PauseReport
+from engine_service.core.pause_modes import PauseMode, PauseReport
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.update_checks import check_serves, check_staged
 from engine_service.core.update_files import joined, new_codec
@@ -27,6 +27,7 @@ from engine_service.core.update_messages import (
     ProveStaged,
     UpdateStaged,
 )
+from engine_service.core.update_phases import PhaseClock
 from engine_service.core.update_request import (
     Phase,
     RankUpdate,
@@ -41,6 +42,8 @@ from engine_service.errors import EngineError, WrongState
 from relay_service.core.instance import Weights
 from relay_service.core.manifest import Manifest, weights_digest
 
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""A rank that copies more slowly than that hangs."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +57,7 @@ class Update:
         """Raises `WrongState` unless just the weights serve that the update is meant for."""
         self.instance = instance
         self.wanted = wanted
-        self.phase = Phase.WAITING
+        self.clock = PhaseClock()
         self.watched = Watched()
         self.staged: StagedWeights | None = None
         self._replies: list[UpdateStaged] = []
@@ -62,8 +65,12 @@ class Update:
         self._files: dict[str, bytes] = {}
         self._codec: TextCodec | None = None
         check_serves(instance, wanted)
-        weights = instance.engine.weights
-        self._base = weights.digest, weights.epoch
+        self._base = instance.engine.weights.digest, instance.engine.weights.epoch
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return self.clock.phase
 
     @property
     def base_digest(self) -> str:
@@ -89,7 +96,8 @@ class Update:
         began = time.monotonic()
         brought = await self._fill(source)
         await self._agree(brought)
-        self.phase = Phase.PROVING
+        self.clock.enter(Phase.PROVING)
+        self.watched.note = ""
         command = ProveStaged(probe=brought.probe, prompts=self.wanted.prompts)
         self._probe = (await self.instance.ranks.stage_same(command, Proven))[0].probe
         return self._is_staged(brought, time.monotonic() - began)
@@ -103,7 +111,7 @@ class Update:
         """
         self._known()
         self._check_base()
-        self.phase = Phase.PAUSING
+        self.clock.enter(Phase.PAUSING)
         async with self.instance.pauser.applying(self.wanted.pause) as pause:
             entered = time.monotonic()
             self._check_base()  # while it waited for running requests, experts may have been moved
@@ -120,12 +128,14 @@ class Update:
     async def lost(self, error: EngineError) -> EngineError:
         """Gives the instance up, whose weights are neither the old nor the new ones."""
         reason = f"an update to {self.wanted.version} failed half-way: {error.message}"
+        self.instance.history.end()
         await self.instance.fail(reason)
         return type(error)(reason, **{**error.details, "changed": "yes"})
 
     async def _fill(self, source: UpdateSource) -> Brought:
         self._check_base()
-        self.phase, wanted = Phase.STAGING, self.wanted
+        self.clock.enter(Phase.STAGING)
+        wanted = self.wanted
         await self.instance.ranks.stage(
             [
                 OpenStaging(
@@ -159,8 +169,7 @@ class Update:
         return [reply.manifest for reply in self._replies]
 
     def _is_staged(self, brought: Brought, seconds: float) -> StagedWeights:
-        self.phase = Phase.STAGED
-        self.watched.note = ""
+        self.clock.enter(Phase.STAGED)
         notes = dict.fromkeys(note for reply in self._replies for note in reply.notes)
         self.staged = StagedWeights(
             ranks=[
@@ -179,14 +188,21 @@ class Update:
     async def _apply(self) -> Weights:
         """Has every rank take what is staged; returns what serves now."""
         staged = self._known()
-        self.phase = Phase.COPYING
+        self.clock.enter(Phase.COPYING)
         try:
-            replies = await self.instance.ranks.same(ApplyUpdate(), Applied)
+            replies = await self.instance.ranks.in_time(ApplyUpdate(), Applied, self._most_seconds)
         except EngineError as error:
             raise await self.lost(error) from error
         for rank, reply in zip(staged.ranks, replies, strict=True):
             rank.seconds_copied = reply.seconds_copied
         return self._switch()
+
+    @property
+    def _most_seconds(self) -> float:
+        """Time in which ranks must have copied: one that hangs is treated like one that died."""
+        most = max(rank.bytes_changed for rank in self._known().ranks)
+        patience = self.instance.config.collective_timeout_seconds
+        return patience + most / SLOWEST_BYTES_PER_SECOND
 
     def _switch(self) -> Weights:
         """Says what serves now; nothing in between waits, so nobody sees a part of it."""
@@ -211,7 +227,7 @@ class Update:
         arena's sequence word tells its readers that these are not the weights that it knows.
         """
         seconds = pause.seconds + time.monotonic() - entered
-        self.phase = Phase.DONE
+        self.clock.enter(Phase.DONE)
         await self.instance.tell_relay()
         clears = self.wanted.pause.clear_cache
         keeps = pause.mode is PauseMode.KEEP if clears is None else not clears

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 from engine_service.core.instance import Instance
 from engine_service.core.messages import Done
-from engine_service.core.pausing import PauseReport
+from engine_service.core.pause_modes import PauseReport
 from engine_service.core.update import Update
 from engine_service.core.update_messages import DropStaging
 from engine_service.core.update_request import (
@@ -49,10 +49,11 @@ class LayerwiseUpdate(Update):
     async def stage(self, source: UpdateSource) -> StagedWeights:
         """Pauses, fills the arenas, and proves what is in them. Stays paused."""
         self._check_base()
-        self.phase = Phase.PAUSING
+        self.clock.enter(Phase.PAUSING)
         applying = self.instance.pauser.applying(self.wanted.pause)
         self._pause = await self._paused.enter_async_context(applying)
         self._entered = time.monotonic()
+        await self.instance.tell_relay()  # for as long as it takes, nobody shall count on it
         try:
             return await super().stage(source)
         except EngineError as error:

@@ -6,6 +6,8 @@ staged while it serves. Only `ApplyUpdate` comes between two steps.
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from engine_service.core.load_report import LoadReport
@@ -119,6 +121,11 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
     inode: int
     nbytes: int
     modified_ns: int
+
+    @staticmethod
+    def of(name: str, status: os.stat_result) -> FileIdentity:
+        """Returns what the status of a file says."""
+        return FileIdentity(name, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class StagedFiles(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine_service.core.load_report import Conversion
-from engine_service.core.pausing import PauseReport, PauseRequest
+from engine_service.core.pause_modes import PauseReport, PauseRequest
 from relay_service.core.pull_report import PathStep, PullOptions
 
 

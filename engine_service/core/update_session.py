@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
-from engine_service.core.ranks import quiet
+from engine_service.core.replies import quiet
 from engine_service.core.update import Update
 from engine_service.core.update_checks import SERVING
 from engine_service.core.update_request import StagedWeights, UpdateProgress, UpdateReport
@@ -39,6 +39,7 @@ class Session:
         """What it failed with."""
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
         self._lease: asyncio.TimerHandle | None = None
         self._staging: asyncio.Future[StagedWeights] | None = None
         self._committing: asyncio.Future[UpdateReport] | None = None
@@ -53,6 +54,16 @@ class Session:
         return self._committing is not None and not self._committing.done()
 
     @property
+    def age_seconds(self) -> float:
+        """Since it began."""
+        return self._loop.time() - self._began
+
+    @property
+    def lease_left_seconds(self) -> float:
+        """Until the lease ends; 0 while it does not run."""
+        return max(0.0, self._lease.when() - self._loop.time()) if self._lease else 0.0
+
+    @property
     def progress(self) -> UpdateProgress:
         """How far it is."""
         return self.update.progress(self.name)
@@ -65,8 +76,13 @@ class Session:
             over = "its lease has ended without a word from its caller"
             self._lease = self._loop.call_later(self.lease_seconds, self.end, Result.ABORTED, over)
 
-    async def stage(self, source: UpdateSource, *, at_callers_pace: bool = False) -> StagedWeights:
-        """Stages and proves; the lease does not run meanwhile, unless the caller sends as well.
+    def hold_lease(self) -> None:
+        """Stops the lease while the engine is at work. Raises `UpdateEnded`."""
+        self._check_open()
+        self._let_lease_be()
+
+    async def stage(self, source: UpdateSource) -> StagedWeights:
+        """Stages and proves; the lease does not run meanwhile, unless the source lets it.
 
         A caller that leaves ends the session, and so does whatever fails. Raises what
         `Update.stage` does, `UpdateEnded`, or `WrongState` when it was staged already.
@@ -74,8 +90,7 @@ class Session:
         self._check_open()
         if self._staging:
             raise WrongState("it is being staged, or is staged", field="session", found=self.name)
-        if not at_callers_pace:
-            self._let_lease_be()
+        self._let_lease_be()
         self._staging = quiet(asyncio.ensure_future(self.update.stage(source)))
         try:
             await asyncio.wait([self._staging])

@@ -13,6 +13,7 @@ from engine_service.core.update import Update
 from engine_service.core.update_files import check_names
 from engine_service.core.update_layerwise import LayerwiseUpdate
 from engine_service.core.update_messages import PushedHeader, StagePiece
+from engine_service.core.update_phases import UpdateTally
 from engine_service.core.update_request import (
     DiskSource,
     Phase,
@@ -68,6 +69,7 @@ class UpdateSessions:
         self._beginning: dict[str, asyncio.Future[None]] = {}
         """Calls that wait for their turn, by idempotency key."""
         self.current: Session | None = None
+        self.tally = UpdateTally()
         instance.updating = lambda: self.current.progress if self.current else None
 
     async def begin(self, wanted: WeightUpdate, caller: Caller) -> Session:
@@ -93,13 +95,13 @@ class UpdateSessions:
     async def push(
         self, name: str, tensors: Sequence[PushedHeader], pieces: AsyncIterator[StagePiece]
     ) -> StagedWeights:
-        """Stages what the caller sends; each piece prolongs the lease."""
+        """Stages what the caller sends; the lease runs while the caller is waited for."""
         session = self.session(name)
         if not isinstance(session.update.wanted.source, PushSource):
             raise WrongState("its tensors are not pushed", field="session", found=name)
         source = PushStaging(tensors, pieces)
-        source.on_piece = session.renew
-        return await session.stage(source, at_callers_pace=True)
+        source.on_word, source.on_wait = session.hold_lease, session.renew
+        return await session.stage(source)
 
     async def abort(self, name: str, reason: str) -> bool:
         """Ends a session; returns whether there was one to end. Raises `WrongState` in a commit."""
@@ -205,5 +207,7 @@ class UpdateSessions:
             self._keys = {key: one for key, one in self._keys.items() if one[1] != forgotten}
 
     def _ended(self) -> None:
+        if self.current and self.current.result:
+            self.tally.add(self.current.result, self.current.update.clock.seconds)
         self.current = None
         self._instance.turn.give()

@@ -14,7 +14,8 @@ from engine_service.core.model_files import read_folder
 from engine_service.core.model_root import ModelRoot
 from engine_service.core.ports import FillProgress, RelayLink
 from engine_service.core.pushed import Arrivals
-from engine_service.core.ranks import RankGroup, quiet
+from engine_service.core.ranks import RankGroup
+from engine_service.core.replies import quiet
 from engine_service.core.update_files import check_sums
 from engine_service.core.update_messages import (
     FileIdentity,
@@ -95,20 +96,26 @@ class PushStaging:
     def __init__(self, tensors: Sequence[PushedHeader], pieces: AsyncIterator[StagePiece]) -> None:
         self._tensors = tuple(tensors)
         self._pieces = pieces
-        self.on_piece: Callable[[], None] = lambda: None
-        """Called whenever the caller has sent something."""
+        self.on_word: Callable[[], None] = lambda: None
+        """Called whenever the caller has sent something, and when it is through."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called whenever it is the caller's turn."""
 
     async def stage(self, ranks: RankGroup, watched: Watched) -> Brought:
         """Stages all pieces; the caller is asked for the next one when one is staged."""
         arrivals = Arrivals(self._tensors)
         watched.bytes_total = arrivals.bytes_total
         watched.note = "waiting for tensors"
+        self.on_word()
         await ranks.stage_same(StageHeaders(self._tensors), Done)
+        self.on_wait()
         async for piece in self._pieces:
-            self.on_piece()
+            self.on_word()
             arrivals.add(piece)
             await ranks.stage_same(piece, Done)
             watched.bytes_done += len(piece.data)
+            self.on_wait()
+        self.on_word()
         arrivals.check_complete()
         return Brought()
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from relay_service.core.instance import Weights
 
 MAX_RECORDS = 256
@@ -50,15 +50,19 @@ class VersionHistory:
     def add(self, record: VersionRecord) -> None:
         """Adds a record; one that serves ends the one before."""
         if record.result is Result.SERVES:
-            self.records = [
-                replace(one, result=Result.SERVED) if one.result is Result.SERVES else one
-                for one in self.records
-            ]
+            self.end()
         self.records.append(record)
         if len(self.records) > MAX_RECORDS:
             # What serves is told, however many updates have failed since.
             oldest = next(n for n, one in enumerate(self.records) if one.result != Result.SERVES)
             del self.records[oldest]
+
+    def end(self) -> None:
+        """Takes note that what serves does so no longer."""
+        self.records = [
+            replace(one, result=Result.SERVED) if one.result is Result.SERVES else one
+            for one in self.records
+        ]
 
     def serve(self, weights: Weights, source: str, operator: str = "") -> None:
         """Records weights that serve from now on."""

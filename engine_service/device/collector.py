@@ -15,9 +15,9 @@ from typing import Self
 
 from torch import Tensor
 
+from engine_service.core.covered import Covered
 from engine_service.device.arena import Weights
 from engine_service.device.assembly import Assembly
-from engine_service.device.covered import Covered
 from engine_service.device.dtypes import SCALES_SUFFIX
 from engine_service.device.fitting import check_filled, listed
 from engine_service.device.formats import plain

@@ -13,7 +13,7 @@ from engine_service.errors import CheckpointError
 def identities(folder: Path) -> dict[Path, FileIdentity]:
     """Returns which files of weights, and which indexes, are in a folder now."""
     found = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    return {path: _of(path, path.stat()) for path in found if path.is_file()}
+    return {path: FileIdentity.of(path.name, path.stat()) for path in found if path.is_file()}
 
 
 def check_same(
@@ -34,17 +34,13 @@ def _checked(
     found: dict[Path, os.stat_result | None] = {**read, **indexes}
     for path, status in found.items():
         try:
-            now = _of(path, path.stat())
+            now = FileIdentity.of(path.name, path.stat())
         except OSError as error:
             raise _changed(path, "is not there any more") from error
         known = before.get(path)
-        if now != known or (status and _of(path, status) != known):
+        if now != known or (status and FileIdentity.of(path.name, status) != known):
             raise _changed(path, "has changed")
         yield now
-
-
-def _of(path: Path, status: os.stat_result) -> FileIdentity:
-    return FileIdentity(path.name, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _changed(path: Path, how: str) -> CheckpointError:

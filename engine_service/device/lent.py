@@ -7,7 +7,6 @@ has given back is read from there into a shadow, verified, and freed behind the 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 
 from engine_service.device.arena import Weights
@@ -15,7 +14,7 @@ from engine_service.errors import ArenaError, ResourceExhausted
 from relay_service.core.digests import block_digest
 from relay_service.core.manifest import HEADER_BYTES, UNIT_ALIGN, Block, Manifest
 from relay_service.memory.header import Header
-from relay_service.memory.host import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK
+from relay_service.memory.sparse import create_sparse_memfd
 
 _PUNCH_HOLE, _KEEP_SIZE = 0x2, 0x1  # linux/falloc.h
 
@@ -27,15 +26,8 @@ class Lent:
     """A sparse memory file; whoever has a descriptor may write until it is read."""
 
     def __init__(self, manifest: Manifest, generation: str) -> None:
-        """Creates it. Raises `ResourceExhausted`."""
-        try:
-            self.fd = os.memfd_create(
-                f"seedrelay-staging-{manifest.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            )
-            os.ftruncate(self.fd, HEADER_BYTES + manifest.data_bytes)
-        except OSError as error:
-            raise ResourceExhausted(f"cannot make memory for staging: {error}") from error
-        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        """Creates it. Raises `relay_service.errors.ResourceExhausted`."""
+        self.fd = create_sparse_memfd(f"seedrelay-staging-{manifest.rank}", manifest.data_bytes)
         page = ctypes.create_string_buffer(HEADER_BYTES)
         Header(ctypes.addressof(page)).write(generation, manifest.data_bytes)
         os.pwrite(self.fd, page.raw, 0)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import xxhash
 
+from engine_service.core.covered import Covered
 from engine_service.core.update_messages import PushedHeader, StagePiece
 from engine_service.device.arena import Weights
 from engine_service.device.checkpoint import TensorHeader
-from engine_service.device.covered import Covered
 from engine_service.device.intake import Filled, Intake
 from engine_service.device.models.llama_format import EMBEDDING, HEAD
 from engine_service.device.parts import Part

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from engine_service.device.torch_dtypes import bytes_of
 from engine_service.errors import ResourceExhausted
 from relay_service.core.buffers import address_of
 from relay_service.core.manifest import HEADER_BYTES, UNIT_ALIGN, Block, Manifest
+from relay_service.memory.host import counted_bytes
 
 _MAP_NORESERVE = 0x4000  # the mmap module of Python 3.11 does not name it
 
@@ -52,11 +51,7 @@ class HostShadow(Shadow):
     @property
     def extra_bytes(self) -> int:
         """Bytes of the pages that were written (proc(5), smaps: Anonymous and Swap)."""
-        counted = ("Anonymous:", "Swap:")
-        first = address_of(self._data) - HEADER_BYTES
-        return sum(
-            1024 * int(line.split()[1]) for line in _mapping(first) if line.startswith(counted)
-        )
+        return counted_bytes(address_of(self._data) - HEADER_BYTES, "Anonymous", "Swap")
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Returns writable bytes of the data."""
@@ -131,16 +126,3 @@ class DeviceShadow(Shadow):
 
     def close(self) -> None:
         """Does nothing: the memory goes back to torch when nothing looks at it any more."""
-
-
-def _mapping(first: int) -> Iterator[str]:
-    """Yields what the kernel counts of the mapping that begins at an address."""
-    inside = False
-    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as smaps:
-        for line in smaps:
-            if "-" in line.split(" ", 1)[0]:
-                if inside:
-                    return
-                inside = line.startswith(f"{first:x}-")
-            elif inside:
-                yield line

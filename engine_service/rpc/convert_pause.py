@@ -7,7 +7,7 @@ import asyncio
 from google.protobuf import duration_pb2
 
 from engine_service.core.gate import Closing
-from engine_service.core.pausing import (
+from engine_service.core.pause_modes import (
     PauseCounts,
     PauseMode,
     PauseReport,

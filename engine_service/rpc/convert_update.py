@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
-from engine_service.core.pausing import PauseMode, PauseRequest
+from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.update_messages import PushedHeader, StagePiece
 from engine_service.core.update_request import (
     DiskSource,

@@ -38,7 +38,7 @@ class EngineCollector(Collector):
             {"version": weights.version, "digest": weights.digest,
              "model": instance.identity.model, "instance": instance.identity.name},
         )  # fmt: skip
-        yield _gauge("weights_epoch", "Commits so far.", weights.epoch)
+        yield gauge("weights_epoch", "Commits so far.", weights.epoch)
         yield from self._requests()
         phases = GaugeMetricFamily(
             "seedrelay_engine_start_phase_seconds", "Time that each phase of the start took.",
@@ -54,13 +54,13 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         scheduler = self._instance.engine.scheduler
-        yield _gauge("requests_running", "Requests that run.", len(scheduler.running))
-        yield _gauge("requests_waiting", "Requests that wait.", len(scheduler.waiting))
-        yield _gauge("kv_blocks_used", "KV blocks that are handed out.", scheduler.pool.used)
-        yield _gauge(
+        yield gauge("requests_running", "Requests that run.", len(scheduler.running))
+        yield gauge("requests_waiting", "Requests that wait.", len(scheduler.waiting))
+        yield gauge("kv_blocks_used", "KV blocks that are handed out.", scheduler.pool.used)
+        yield gauge(
             "kv_blocks_cached", "KV blocks that the prefix cache can find.", scheduler.pool.cached
         )
-        yield _gauge("kv_blocks_total", "KV blocks in all.", scheduler.pool.total)
+        yield gauge("kv_blocks_total", "KV blocks in all.", scheduler.pool.total)
         yield CounterMetricFamily(
             "seedrelay_engine_generated_tokens", "Tokens that were generated.",
             scheduler.generated_tokens,
@@ -73,5 +73,6 @@ class EngineCollector(Collector):
         yield finished
 
 
-def _gauge(name: str, help_: str, value: float) -> Metric:
+def gauge(name: str, help_: str, value: float) -> Metric:
+    """Returns a gauge of an engine."""
     return GaugeMetricFamily(f"seedrelay_engine_{name}", help_, value)

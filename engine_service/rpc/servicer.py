@@ -15,10 +15,12 @@ from engine_service.core.fill import Filler
 from engine_service.core.instance import Instance
 from engine_service.core.ports import FillProgress
 from engine_service.core.update_sessions import UpdateSessions
+from engine_service.core.watching import news
 from engine_service.errors import InvalidRequest
 from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
 from engine_service.rpc.admission import admitted
 from engine_service.rpc.checking import CheckingRpcs
+from engine_service.rpc.convert_debug import debug_to_proto
 from engine_service.rpc.pausing import PausingRpcs
 from engine_service.rpc.status import answers, streams
 from engine_service.rpc.updating import UpdatingRpcs
@@ -38,6 +40,11 @@ class EngineServicer(
         self._experts = ExpertMoves(instance)
         self._checker = Checker(instance)
         self._updates = UpdateSessions(instance)
+
+    @property
+    def updates(self) -> UpdateSessions:
+        """Who updates the weights."""
+        return self._updates
 
     @streams
     async def Generate(  # noqa: N802
@@ -68,17 +75,20 @@ class EngineServicer(
         self, request: engine_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> engine_pb2.GetStatusResponse:
         """Returns the state."""
-        del request, context
-        return engine_pb2.GetStatusResponse(status=convert.status_to_proto(self._instance))
+        del context
+        status = convert.status_to_proto(self._instance)
+        if request.debug:
+            status.debug.CopyFrom(await debug_to_proto(self._instance, self._updates.current))
+        return engine_pb2.GetStatusResponse(status=status)
 
     @streams
     async def WatchStatus(  # noqa: N802
         self, request: engine_pb2.WatchStatusRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[engine_pb2.WatchStatusResponse]:
-        """Returns the state now and at every change."""
+        """Returns the status now and whenever there is news."""
         del request, context
-        async with contextlib.aclosing(self._instance.lifecycle.watch()) as states:
-            async for _ in states:
+        async with contextlib.aclosing(news(self._instance)) as pieces:
+            async for _ in pieces:
                 yield engine_pb2.WatchStatusResponse(status=convert.status_to_proto(self._instance))
 
     @answers

@@ -33,6 +33,7 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
     errors.UpdateBusy: _Code.UNAVAILABLE,
     errors.UpdateEnded: _Code.FAILED_PRECONDITION,
     errors.ModelError: _Code.FAILED_PRECONDITION,
+    errors.CheckpointError: _Code.INVALID_ARGUMENT,
     errors.ArenaError: _Code.INTERNAL,
     errors.CaptureError: _Code.INTERNAL,
     errors.ProbeMismatch: _Code.DATA_LOSS,

@@ -17,14 +17,7 @@ from relay_service.core.attachment import (
     check_attach,
     check_same_arenas,
 )
-from relay_service.core.instance import (
-    Artifact,
-    Instance,
-    RankBlocks,
-    State,
-    Weights,
-    verified_digest,
-)
+from relay_service.core.instance import State, Weights, verified_digest
 from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
 from relay_service.core.offer import Offer, OfferSlot
@@ -89,19 +82,6 @@ class Holding:
         """Life of the instance."""
         return self.attach.generation
 
-    def record(self, address: str, leases: int) -> Instance:
-        """Describes the holding as it is announced."""
-        return Instance(
-            instance=self.name, generation=self.generation, model=self.model,
-            state=self.state, format=self.attach.format, placement=self.placement,
-            weights=self.weights, address=address, leases=leases,
-            ranks=tuple(self._rank_blocks(rank) for rank in range(len(self.manifests))),
-            artifacts=tuple(
-                Artifact(name, len(data), sha) for sha, (name, data) in self.artifacts.items()
-            ),
-            filling=self.offered.now.filling if self.offered.now else None,
-        )  # fmt: skip
-
     def apply(self, update: Update) -> None:
         """Follows the engine. Raises `Refused` for weights that are not proven.
 
@@ -130,6 +110,13 @@ class Holding:
         self.state, self.weights = state, weights
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
+
+    def is_whole(self, rank: int) -> bool:
+        """Whether a rank's arena holds what its manifest says.
+
+        What is written in place meanwhile can be counted on by nobody, until we are told.
+        """
+        return self.state.committed and self._readers.current(rank)
 
     def open_receivers(self) -> list[Receiver]:
         """Maps the arenas for writing and returns their receivers, one per rank.
@@ -249,12 +236,3 @@ class Holding:
 
     def _map(self, *, writable: bool) -> list[Arena]:
         return map_arenas(self._map_arena, self._descriptors, self.manifests, writable=writable)
-
-    def _rank_blocks(self, rank: int) -> RankBlocks:
-        manifest = self.manifests[rank]
-        blocks = manifest.block_count
-        have = blocks if self.state.committed else 0
-        if self.receivers:
-            have = self.receivers[rank].blocks_verified
-        digest = manifest.digest if self.state.committed else ""
-        return RankBlocks(rank, have, blocks, manifest.data_bytes, digest)

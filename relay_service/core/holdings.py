@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
 from relay_service.core.leases import Lease, LeaseTable
+from relay_service.core.record import record
 from relay_service.errors import Conflict, EpochChanged, NotFound, SourceBusy, WrongState
 
 
@@ -68,7 +71,7 @@ class Holdings:
     def records(self, address: str) -> list[Instance]:
         """Describes every attached instance as it is announced."""
         return [
-            holding.record(address, self.leases.count(holding.name, holding.generation))
+            record(holding, address, self.leases.count(holding.name, holding.generation))
             for holding in self._attached.values()
         ]
 
@@ -113,6 +116,17 @@ class Holdings:
             if (holding.name, holding.generation) == (used.instance, used.generation):
                 return used, holding
         raise NotFound(f"{used.instance} has gone")
+
+    def grant(self, lease: str, rank: int, runs: Sequence[Run]) -> Grant:
+        """Describes what may be read under a lease on a connection of its own.
+
+        Raises `LeaseEnded`, `EpochChanged`, `NotFound` for an unknown rank and `InvalidRequest`
+        for blocks that there aren't.
+        """
+        held, holding = self.leased(lease)
+        manifest = holding.manifest(rank, epoch=held.epoch)
+        check_runs(runs, manifest.block_count)
+        return Grant(lease, held.instance, held.generation, held.epoch, rank, tuple(runs))
 
     async def arrival(self, lease: str, rank: int, index: int) -> None:
         """Waits for a block that an incomplete instance has yet to verify.

@@ -61,6 +61,8 @@ def misfit(target: Target, source: Instance) -> str:
     if source.filling and source.state.fillable and target.format is not None:
         otherwise = placed_otherwise(target, source)
         return otherwise or source.format.difference(target.format)
+    if source.state is State.UPDATING:
+        return f"state: {source.state} is changing its weights, and can be asked when it is through"
     if not source.state.holds_weights or not source.weights.digest:
         return f"state: {source.state} holds no complete weights"
     return source.format.difference(target.format) if target.format is not None else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from relay_service.core.copies import Copy
 from relay_service.core.instance import Instance
@@ -15,6 +16,21 @@ Land = Callable[[int, memoryview], None]
 
 Raises `CorruptBlock` when the bytes are wrong.
 """
+
+
+@runtime_checkable
+class LandInPlace(Protocol):
+    """A `Land` that also lends the memory where a block belongs, to receive it there."""
+
+    def __call__(self, index: int, data: memoryview, /) -> None:
+        """Takes a block, from elsewhere or in the very memory that `place` has lent."""
+
+    def place(self, index: int) -> AbstractContextManager[memoryview | None]:
+        """Lends the memory of a block for one attempt to receive and land it.
+
+        None where it can only be landed from elsewhere. Whatever lies there counts for nothing
+        until it has been landed.
+        """
 
 
 class Arena(Protocol):
@@ -30,8 +46,14 @@ class Arena(Protocol):
         Valid until the same thread calls again, or until `close`.
         """
 
+    def place(self, offset: int, nbytes: int) -> memoryview | None:
+        """Returns writable memory of the data to receive into; None where only `land` writes."""
+
     def land(self, offset: int, data: memoryview) -> bytes:
-        """Copies a block in and returns the digest of what landed, in one pass."""
+        """Copies a block in and returns the digest of what landed, in one pass.
+
+        What was received in its place is not copied.
+        """
 
     def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
         """Copies runs in, their source offsets from the start of `block`, and waits for them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 from relay_service.core.manifest import BLOCK_BYTES
@@ -14,6 +15,7 @@ class TokenBucket:
     def __init__(self, bytes_per_second: float = 0) -> None:
         self.bytes_per_second = bytes_per_second
         self._free_at = 0.0
+        self._lock = threading.Lock()
 
     @property
     def batch_blocks(self) -> int:
@@ -29,13 +31,17 @@ class TokenBucket:
             await asyncio.sleep(delay)
 
     def delay(self, nbytes: int) -> float:
-        """Counts `nbytes` as taken; returns the seconds to wait before they may pass."""
+        """Counts `nbytes` as taken; returns the seconds to wait before they may pass.
+
+        May be called from any thread.
+        """
         if not self.bytes_per_second:
             return 0.0
-        now = time.monotonic()
-        start = max(now, self._free_at)
-        # A pause earns no credit: a limit is a promise to the one who shares the link.
-        self._free_at = start + nbytes / self.bytes_per_second
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            # A pause earns no credit: a limit is a promise to the one who shares the link.
+            self._free_at = start + nbytes / self.bytes_per_second
         return start - now
 
 

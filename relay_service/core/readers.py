@@ -50,6 +50,11 @@ class Readers:
             if changed:
                 raise EpochChanged(f"{self._name} was updated while it was read")
 
+    def current(self, rank: int) -> bool:
+        """Whether a rank's arena holds what was said of it last."""
+        known = list(zip(self._arenas, self._sequences, strict=False))
+        return rank < len(known) and known[rank][0].sequence == known[rank][1]
+
     def close(self) -> bool:
         """Unmaps unless somebody reads; returns whether it did."""
         with self._lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -48,12 +50,34 @@ class Copied:
         """Flat indexes of the blocks of a rank that have not come, in order."""
         return self._receivers[rank].missing
 
+    def place(self, rank: int, index: int) -> AbstractContextManager[memoryview | None]:
+        """Lends the memory where a block belongs; see `Receiver.place`."""
+        return self._receivers[rank].place(index)
+
     def land(self, rank: int, index: int, data: memoryview) -> None:
         """Lands and verifies one block. Raises `InvalidRequest` or `CorruptBlock`."""
         self._receivers[rank].land(index, data)
 
 
 Way = Copied | Recut
+
+
+@dataclass(frozen=True)
+class LandRank:
+    """Lands the blocks of one rank of a source: a `LandInPlace`."""
+
+    way: Way
+    rank: int
+
+    def __call__(self, index: int, data: memoryview, /) -> None:
+        """Lands and verifies one block."""
+        self.way.land(self.rank, index, data)
+
+    def place(self, index: int) -> AbstractContextManager[memoryview | None]:
+        """Lends the memory where a block belongs."""
+        return self.way.place(self.rank, index)
+
+
 _Count = Literal["bytes_moved", "bytes_reread", "bytes_landed", "blocks_landed", "blocks_failed"]
 
 
@@ -114,7 +138,7 @@ class Reader:
         corruptions = in_vain = 0
         while missing := way.missing(rank):
             try:
-                await session.read(rank, missing, partial(way.land, rank), self._limit)
+                await session.read(rank, missing, LandRank(way, rank), self._limit)
             except NotYet as error:
                 self._report.note = str(error)
                 in_vain = in_vain + 1 if len(way.missing(rank)) == len(missing) else 0

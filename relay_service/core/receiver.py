@@ -6,7 +6,8 @@ Plain Python. One receiver per rank; blocks may come from several threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from relay_service.core.copies import Copy
 from relay_service.core.digests import block_digest
@@ -47,6 +48,8 @@ class Receiver:
         self._beside = beside or layout.without_digests()
         self.verified = list(verified or [b""] * layout.block_count)
         """Digest of each block that has landed; empty for a missing one."""
+        self._lent: dict[int, memoryview] = {}
+        """Memory of blocks that somebody receives in their place."""
         self._lock = threading.Lock()
         self.on_verified: Callable[[], None] = lambda: None
         """Called, from any thread, after a block has become verified."""
@@ -85,17 +88,42 @@ class Receiver:
         """Whether every block is verified."""
         return self._expected is not None and self.blocks_verified == self.layout.block_count
 
+    @contextmanager
+    def place(self, index: int) -> Iterator[memoryview | None]:
+        """Lends the memory of a block to one who receives it there, and then lands it.
+
+        None for a block that is verified, or that another one receives in its place.
+        """
+        block = self.layout.block(index)
+        with self._lock:
+            free = not self.verified[index] and index not in self._lent
+            memory = self._arena.place(block.offset, block.nbytes) if free else None
+            if memory is not None:
+                self._lent[index] = memory
+        try:
+            yield memory
+        finally:
+            if memory is not None:
+                with self._lock:
+                    del self._lent[index]
+
     def land(self, index: int, data: memoryview) -> None:
         """Lands one block and verifies what landed, in one pass.
 
-        Raises `InvalidRequest` for a block of the wrong size, `CorruptBlock` for
-        wrong bytes; then the block stays missing.
+        Where another one receives the block in its place, it is left to them. Raises
+        `InvalidRequest` for a block of the wrong size, `CorruptBlock` for wrong bytes; then the
+        block stays missing.
         """
         if self._expected is None:
             raise InvalidRequest("a block came before its manifest")
         block = self.layout.block(index)
         if len(data) != block.nbytes:
             raise InvalidRequest(f"block {index}: {len(data)} bytes, expected {block.nbytes}")
+        if self._lent.get(index, data) is not data:
+            with self._lock:
+                self.bytes_moved += block.nbytes
+                self.bytes_reread += block.nbytes
+            return
         again = bool(self.verified[index])
         with self._lock:  # while it is written over nobody may take it for verified
             self._forget(index, block.nbytes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from relay_service.core.buffers import Scratch
@@ -106,6 +107,11 @@ class Recut:
         """Flat indexes of the blocks of a rank that are needed and have not come, in order."""
         keys = self._uses.keys() - self._landed.blocks
         return sorted(index for source, index in keys if source == rank)
+
+    def place(self, rank: int, index: int) -> AbstractContextManager[None]:
+        """Lends nothing: of a block the target has its parts, in many places."""
+        del rank, index
+        return nullcontext()
 
     def land(self, rank: int, index: int, data: memoryview) -> None:
         """Verifies one block and writes what the target needs of it. From any thread.

@@ -32,12 +32,12 @@ class Security:
         """Whether connections are encrypted."""
         return bool(self.tls_ca or self.tls_cert or self.tls_key)
 
-    def check_listen(self, listen: str) -> None:
+    def check_listen(self, listen: str, field: str = "listen") -> None:
         """Raises `ConfigError` for an address that may not be listened on with these files."""
         host, _, port = listen.rpartition(":")
         if not host or not (port.isascii() and port.isdigit()) or int(port) > 0xFFFF:
             raise ConfigError(
-                f"{listen!r} is not HOST:PORT", field="listen", hint="for example 127.0.0.1:0"
+                f"{listen!r} is not HOST:PORT", field=field, hint="for example 127.0.0.1:0"
             )
         if self.tls and not (self.tls_cert and self.tls_key and self.tls_ca):
             raise ConfigError(
@@ -47,7 +47,7 @@ class Security:
         if not is_loopback(listen) and not self.insecure and self._missing():
             raise ConfigError(
                 f"{listen} is beyond loopback and {self._missing()} is missing",
-                field="listen",
+                field=field,
                 hint="pass --tls-cert, --tls-key, --tls-ca and --token-file, listen on "
                 "127.0.0.1, or pass --insecure on a trusted network",
             )

@@ -7,7 +7,9 @@ let them write into memory that is about to be unmapped.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,15 +29,24 @@ async def together(*parts: Coroutine[Any, Any, T]) -> list[T]:
     return done
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread and waits for its end, however often it is cancelled."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
+async def in_thread(
+    work: Callable[[], T],
+    executor: Executor | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> T:
+    """Runs `work` on a thread and waits for its end, however often it is cancelled.
+
+    `interrupt` is called when it is, to make the end come soon.
+    """
+    run = contextvars.copy_context().run
+    task = asyncio.get_running_loop().run_in_executor(executor, run, work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
+            interrupt()
     if cancelled:
         task.exception()  # looked at, so that nobody reports it as forgotten
         raise cancelled

@@ -102,6 +102,9 @@ class CudaArena:
             raise IndexError(f"{nbytes} bytes at once, at most {BLOCK_BYTES} of a device")
         return self._lanes.mine().fetch(self.address + offset, nbytes).toreadonly()
 
+    def place(self, offset: int, nbytes: int) -> None:
+        """Returns none: a block goes through a pinned buffer."""
+
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
         """Copies a block in and digests it piece by piece; returns when it is on the device."""
         self._check(offset, len(data))
@@ -176,6 +179,7 @@ def create(
         header_fd = create_memfd(name, 0)
         undo.callback(os.close, header_fd)
         page = HostArena(header_fd, 0, writable=True)
+        undo.callback(page.close)
         page.header.write(generation, data_bytes, driver.devices()[device])
         handle = driver.allocate(device, _rounded(driver, device, data_bytes))
         arena = CudaArena(driver, page, handle, data_bytes, writable=True)

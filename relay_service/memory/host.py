@@ -102,6 +102,21 @@ def _seals(fd: int) -> int:
         return 0
 
 
+def counted_bytes(base: int, *counters: str) -> int:
+    """Sums up what the kernel counts of the mapping that begins there (proc(5), smaps)."""
+    total, inside = 0, False
+    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(":")
+            if "-" in line.split(" ", 1)[0]:
+                if inside:
+                    break
+                inside = line.startswith(f"{base:x}-")
+            elif inside and name in counters:
+                total += int(rest.split()[0]) * 1024
+    return total
+
+
 class HostArena:
     """One mapping of an arena: a header page, then the data."""
 
@@ -152,10 +167,18 @@ class HostArena:
             raise IndexError(f"{nbytes} bytes at {offset} of {self.data_bytes}")
         return self._data[offset : offset + nbytes]
 
+    def place(self, offset: int, nbytes: int) -> memoryview | None:
+        """Returns a view of the data to receive into; None of a mapping that is read-only."""
+        return self.view(offset, nbytes) if self.writable else None
+
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
-        """Copies a block into the arena and digests what landed, while it is in cache."""
-        landed = self.view(offset, len(data))
-        ctypes.memmove(self.address + offset, address_of(data), len(data))
+        """Copies a block into the arena and digests what landed, while it is in cache.
+
+        What was received in its place stays as it is.
+        """
+        landed, source = self.view(offset, len(data)), address_of(data)
+        if source != self.address + offset:
+            ctypes.memmove(self.address + offset, source, len(data))
         return block_digest(landed)
 
     def scatter(self, block: memoryview | bytes, pieces: Sequence[Copy]) -> bool:
@@ -191,14 +214,7 @@ class HostArena:
 
     def page_kind(self) -> str:
         """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""
-        huge = 0
-        with Path("/proc/self/smaps").open(encoding="ascii") as smaps:
-            inside = False
-            for line in smaps:
-                if "-" in line.split(" ", 1)[0]:
-                    inside = line.startswith(f"{self.base:x}-")
-                elif inside and line.startswith(("ShmemPmdMapped:", "Shared_Hugetlb:")):
-                    huge += int(line.split()[1]) * 1024
+        huge = counted_bytes(self.base, "ShmemPmdMapped", "Shared_Hugetlb")
         return f"huge ({huge} bytes)" if huge else "4 KiB"
 
     def close(self) -> None:

@@ -46,6 +46,9 @@ class SparseArena(HostArena):
         self._fd = fd
         self._allowed = 0
 
+    def place(self, offset: int, nbytes: int) -> None:
+        """Returns none: receiving could allocate memory that there isn't, and get us killed."""
+
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
         """Allocates, copies and digests a block. Raises `ResourceExhausted`."""
         self._allocate(offset, len(data))

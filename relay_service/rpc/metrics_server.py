@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from relay_service.core.security import Security
-from relay_service.core.tls_files import TlsFiles
+from relay_service.core.tls_contexts import TlsContexts
 from relay_service.errors import ConfigError
 
 MAX_HEAD_BYTES = 16 << 10
@@ -100,25 +100,11 @@ def _response(status: str, content_type: str, body: bytes, *, with_body: bool = 
 
 def _context(security: Security) -> ssl.SSLContext:
     """Returns a context that shows, at every handshake, the certificate that is there by then."""
-    tls = TlsFiles(security)
-    now = (tls.material, _context_of(security))
+    contexts = TlsContexts(security, ssl.Purpose.CLIENT_AUTH)
 
     def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        nonlocal now
-        material = tls.fresh()
-        if material is not now[0]:
-            with contextlib.suppress(OSError):  # changed once more meanwhile: the next one sees it
-                now = (material, _context_of(security))
-        handshake.context = now[1]
+        handshake.context = contexts.fresh()
 
-    context = _context_of(security)
+    context = contexts.fresh()
     context.sni_callback = choose
-    return context
-
-
-def _context_of(security: Security) -> ssl.SSLContext:
-    """Demands a certificate of our CA, like the gRPC server."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=security.tls_ca)
-    context.load_cert_chain(security.tls_cert, security.tls_key, password="")
-    context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -25,6 +25,7 @@ SCOPES = {
     f"/{SERVICE}/AcquireLease": _RELAYS,
     f"/{SERVICE}/RenewLease": _RELAYS,
     f"/{SERVICE}/ReleaseLease": _RELAYS,
+    f"/{SERVICE}/GrantRead": _RELAYS,
     f"/{SERVICE}/Pull": _RELAYS,
     f"/{SERVICE}/ReturnMapping": _RELAYS,
     "/seedrelay.v1.BlockService/ReadBlocks": _RELAYS,

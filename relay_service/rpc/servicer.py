@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 from google.protobuf import duration_pb2
 
+from relay_service.core.grants import GRANT_SECONDS, Grants
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
 from relay_service.core.logs import clean_transfer, transfer_id
@@ -34,22 +35,27 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         fleet: DirectoryFleet,
         transfers: Transfers,
         socket_path: str,
+        grants: Grants,
+        data_address: str,
     ) -> None:
         self._holdings = holdings
         self._registry = registry
         self._fleet = fleet
         self._transfers = transfers
         self._socket_path = socket_path
+        self._grants = grants
+        self._data_address = data_address
 
     @answers
     async def GetAttachment(  # noqa: N802
         self, request: relay_pb2.GetAttachmentRequest, context: grpc.aio.ServicerContext
     ) -> relay_pb2.GetAttachmentResponse:
-        """Returns the attachment socket."""
+        """Returns the attachment socket and the data port."""
         del request, context
         return relay_pb2.GetAttachmentResponse(
-            socket_path=self._socket_path, relay_generation=self._fleet.generation
-        )
+            socket_path=self._socket_path, relay_generation=self._fleet.generation,
+            data_address=self._data_address,
+        )  # fmt: skip
 
     @answers
     async def Announce(  # noqa: N802
@@ -173,6 +179,20 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         del context
         self._holdings.leases.release(request.lease)
         return relay_pb2.ReleaseLeaseResponse()
+
+    @answers
+    async def GrantRead(  # noqa: N802
+        self, request: relay_pb2.GrantReadRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.GrantReadResponse:
+        """Grants connections to the data port."""
+        del context
+        grant = self._holdings.grant(
+            request.lease, request.rank, tuple((r.first_block, r.block_count) for r in request.runs)
+        )
+        return relay_pb2.GrantReadResponse(
+            data_address=self._data_address, expiry=_duration(GRANT_SECONDS),
+            grants=self._grants.issue(grant, request.connection_count),
+        )  # fmt: skip
 
     @streams
     async def Pull(  # noqa: N802

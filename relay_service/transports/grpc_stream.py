@@ -14,6 +14,7 @@ import grpc
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from clients.relay import RelayClient
+from relay_service.core.grants import Run
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
@@ -58,6 +59,17 @@ class GrpcTransport:
                 return f"{source.address} does not answer: {error}"
         return ""
 
+    async def data_address(self, source: Instance) -> str:
+        """Asks for the data address of the source's relay; empty where it has none.
+
+        Raises `SourceFailed` when it does not answer.
+        """
+        async with RelayClient(source.address, self._credentials) as relay:
+            try:
+                return await relay.data_address(timeout=PROBE_SECONDS)
+            except ClientError as error:
+                raise SourceFailed(f"{source.address} does not answer: {error}") from error
+
     async def open(self, source: Instance, holder: str, *, yields: bool = False) -> GrpcSession:
         """Takes a lease for `holder`. Raises `SourceFailed`, or what the source refuses with."""
         relay = RelayClient(source.address, self._credentials)
@@ -80,7 +92,8 @@ class GrpcSession:
         self._relay = relay
         self._source = source
         self._lease = lease.lease
-        self._epoch = lease.epoch
+        self.epoch = lease.epoch
+        """Epoch at which the lease reads; a source that is incomplete has one of its own."""
         self._probe = lease.probe
         self.upstream = tuple(lease.upstream_instances)
 
@@ -89,7 +102,7 @@ class GrpcSession:
         try:
             source = self._source
             return await self._relay.manifest(
-                source.instance, source.generation, rank, epoch=self._epoch
+                source.instance, source.generation, rank, epoch=self.epoch
             )
         except (ClientError, ValueError) as error:
             raise _kind_of(error)(str(error)) from error
@@ -97,6 +110,15 @@ class GrpcSession:
     async def probe(self) -> bytes:
         """Returns the probe that the source recorded; empty where it has none."""
         return self._probe
+
+    async def grant(
+        self, rank: int, runs: Sequence[Run], connections: int
+    ) -> tuple[str, list[bytes]]:
+        """Asks for connections to the data port, on which blocks are read without gRPC."""
+        try:
+            return await self._relay.grant_read(self._lease, rank, runs, connections)
+        except (ClientError, ValueError) as error:  # no index that fits into a message
+            raise _kind_of(error)(str(error)) from error
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Reads one stream of blocks and lands each one as it comes."""
@@ -128,7 +150,7 @@ class GrpcSession:
         block, epoch, data = decode_block(message)
         if block != index:
             raise SourceFailed(f"block {block} came where {index} was asked for")
-        if epoch != self._epoch:
+        if epoch != self.epoch:
             raise EpochChanged(f"{self._source.instance} is at epoch {epoch} by now")
         land(block, data)
         return len(data)

@@ -14,7 +14,8 @@ from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.messages import Row, Sampled, Sampling
-from engine_service.core.pausing import PauseMode, Pauser, PauseRequest
+from engine_service.core.pause_modes import PauseMode, PauseRequest
+from engine_service.core.pausing import Pauser
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
 from engine_service.errors import EngineError

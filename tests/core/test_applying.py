@@ -7,7 +7,7 @@ import pytest
 from pausing_scene import Scene, by_name, played
 from virtual_time import settled
 
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from engine_service.core.request import Finish
 from engine_service.errors import EngineError, NotReady, WaitTimeout, WrongState
 from relay_service.core.instance import State, Weights

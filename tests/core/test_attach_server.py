@@ -34,6 +34,7 @@ from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.rate import TokenBucket
+from relay_service.core.record import record
 from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, CorruptBlock, WrongState
 from relay_service.memory.mapping import map_arena
@@ -104,7 +105,7 @@ async def relay():
     yield relay
     await relay.close()
     shutil.rmtree(folder)
-    await eventually(lambda: resources() == before)
+    await eventually(before.are_back)
 
 
 async def assert_closed(engine: FakeEngine) -> None:
@@ -274,7 +275,7 @@ async def test_a_failed_staging_gives_memory_back(relay):
     with pytest.raises(CorruptBlock):
         await relay.transfers.start(holding, PullOptions()).task
     await eventually(lambda: holding.lent is None)
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(WrongState, match="only a dummy"):
         relay.transfers.start(holding, PullOptions())
     lent.close()
@@ -348,7 +349,7 @@ async def test_however_a_staging_ends(relay, end, begun):
         assert relay.holdings.leases.count() == 0
         if end in (_fail, _leave):
             break
-        assert resources() == before
+        assert before.are_back()
     lent.close()
 
 
@@ -383,7 +384,7 @@ async def test_filling_from_attachment_to_ready(relay):
     assert holding.return_mapping() == 1
     assert same_weights(LAYOUT, target.memory.contents(), DATA)
     await target.commit(holding.manifests, report.weight_version)
-    assert relay.holdings.get("target").record("", 0).weights == Weights(
+    assert record(relay.holdings.get("target"), "", 0).weights == Weights(
         "v1", seed.memory.digest, 1
     )
     assert relay.transfers.running == []
@@ -535,5 +536,5 @@ async def test_rounds_leave_nothing_behind(relay):
             await transfer.task
         target.close()
         await eventually(lambda: relay.attached() == ["seed"])
-    await eventually(lambda: resources() == before)
+    await eventually(before.are_back)
     assert os.fstat(seed.memory.descriptors[0]).st_nlink == 0

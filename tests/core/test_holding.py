@@ -23,6 +23,7 @@ from relay_service.core.holdings import Holdings
 from relay_service.core.instance import State, Weights
 from relay_service.core.leases import LEASE_SECONDS, LeaseTable
 from relay_service.core.manifest import Manifest, weights_digest
+from relay_service.core.record import record
 from relay_service.errors import (
     Conflict,
     EpochChanged,
@@ -80,7 +81,7 @@ def host():
     host = Host()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 def read(holding: Holding, epoch: int = 1) -> bytes:
@@ -242,7 +243,7 @@ def test_what_landed_is_kept_for_the_next_pull(host):
     receiver.expect(manifest)
     block = LAYOUT.block(3)
     receiver.land(3, memoryview(DATA)[block.offset : block.offset + block.nbytes])
-    assert target.record("", 0).ranks[0].have_blocks == 1
+    assert record(target, "", 0).ranks[0].have_blocks == 1
     target.return_mapping()
     (again,) = target.open_receivers()
     assert again.expect(manifest) == 1
@@ -355,9 +356,9 @@ def test_units_that_have_changed_places(host):
     ):
         with pytest.raises(Refused, match="the arena has changed: "):
             seed.apply(wrong)
-    assert (seed.manifests, seed.record("", 0).placement.expert_map) == ([old], "before")
+    assert (seed.manifests, record(seed, "", 0).placement.expert_map) == ([old], "before")
     seed.apply(good)
-    assert (seed.manifests, seed.record("", 0).placement.expert_map) == ([moved], "after")
+    assert (seed.manifests, record(seed, "", 0).placement.expert_map) == ([moved], "after")
     with pytest.raises(EpochChanged, match="is at epoch 2, not 1"):
         read(seed, 1)
     dummy = host.hold("dummy", host.memory(layouts=(layout,)))
@@ -383,7 +384,7 @@ def test_a_detached_holding_lives_as_long_as_its_leases(host):
     assert same_weights(LAYOUT, read(seed), DATA)
     host.holdings.leases.release(lease.lease)
     host.holdings.sweep()
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(LeaseEnded):
         host.holdings.leased(lease.lease)
 
@@ -401,7 +402,7 @@ def test_a_detached_holding_goes_when_its_lease_expires(host):
     assert resources() != before
     host.clock.now += 2
     host.holdings.sweep()
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_nothing_is_unmapped_under_a_reader(host):
@@ -453,7 +454,7 @@ def test_rounds_leave_nothing_behind(host):
             host.holdings.detach(holding)
         for one in (memory, dummy):
             one.close()
-        assert resources() == before
+        assert before.are_back()
 
 
 def test_closing_lets_go_of_everything(host):
@@ -464,6 +465,6 @@ def test_closing_lets_go_of_everything(host):
     host.holdings.acquire("seed", "", 1, memory.digest, "target")
     host.holdings.close()
     memory.close()
-    assert resources() == before
+    assert before.are_back()
     with pytest.raises(RelayError):
         host.holdings.get("seed")

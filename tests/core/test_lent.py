@@ -18,6 +18,7 @@ from test_holding import Host
 from relay_service.core.attachment import Update
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES, HEADER_BYTES, weights_digest
+from relay_service.core.record import record
 from relay_service.errors import ManifestError, NotFound, ResourceExhausted, WrongState
 from relay_service.memory import sparse
 from relay_service.memory.host import create_memfd, seal
@@ -68,7 +69,7 @@ def host():
     host = Serving()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_only_what_differs_lands_and_is_allocated(host):
@@ -112,7 +113,7 @@ def test_weights_that_come_in_pieces(host):
 
 def test_what_serves_is_announced(host):
     """While weights land beside, and after it, the instance is announced with what it serves."""
-    before = host.held.record("", 0)
+    before = record(host.held, "", 0)
     host.lend()
     (receiver,) = host.held.lent.open_receivers()
     receiver.expect(NEW)
@@ -120,7 +121,7 @@ def test_what_serves_is_announced(host):
         host.held.manifest(0, staged=True)
     host.land(receiver, CHANGED)
     host.held.lent.keep([receiver.manifest()])
-    assert host.held.record("", 0) == before
+    assert record(host.held, "", 0) == before
     assert host.held.manifest(0) == host.memory_held.manifests[0] != NEW
     assert host.held.manifest(0, staged=True) == NEW
     with pytest.raises(NotFound):
@@ -142,7 +143,7 @@ def test_only_one_that_serves_lends(host, state):
     with pytest.raises(WrongState, match=f"other is {state}"):
         other.lend([os.dup(host.lent.descriptors[0])])
     assert other.lent is None
-    assert resources() == before
+    assert before.are_back()
 
 
 def _unsealed() -> int:
@@ -176,7 +177,7 @@ def test_memory_that_cannot_be_lent(host, make, error, words):
     with pytest.raises(error, match=words):
         host.lend(fd)
     assert host.held.lent is None
-    assert resources() == before
+    assert before.are_back()
     os.close(fd)
     assert same_weights(LAYOUT, host.read(), DATA)
     host.lend()
@@ -189,7 +190,7 @@ def test_the_second_of_two_ranks(host):
     before = resources()
     with pytest.raises(ManifestError):
         held.lend([os.dup(host.lent.descriptors[0]), _unsealed()])
-    assert resources() == before
+    assert before.are_back()
 
 
 def test_a_lent_memory_is_for_one_pull(host):
@@ -274,7 +275,7 @@ def test_leaving_gives_it_back(host):
     host.lend()
     host.held.lent.open_receivers()
     host.holdings.detach(host.held)
-    assert resources() == before
+    assert before.are_back()
     assert same_weights(LAYOUT, host.read(), DATA)
     with pytest.raises(WrongState):
         host.lend()

@@ -53,7 +53,10 @@ def test_equal_fingerprints_are_equal_facts(left, right):
         (instance(), ""),
         (instance(state=State.PAUSED), ""),
         (instance(state=State.DRAINING), ""),
-        (instance(state=State.UPDATING), "state: UPDATING holds no complete weights"),
+        (
+            instance(state=State.UPDATING),
+            "state: UPDATING is changing its weights, and can be asked when it is through",
+        ),
         (instance(state=State.DUMMY), "state: DUMMY holds no complete weights"),
         (instance(state=State.LANDING), "state: LANDING holds no complete weights"),
         (instance(state=State.FAILED), "state: FAILED holds no complete weights"),

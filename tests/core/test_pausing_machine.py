@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pausing_scene import Scene
 from virtual_time import VirtualLoop, settled
 
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from engine_service.core.request import Finish
 from engine_service.errors import NotReady, QueueFull, WaitTimeout, WrongState
 from relay_service.core.instance import State

@@ -16,11 +16,13 @@ class FakeWorker:
         self.answer = answer
         self.process = self
         self.killed = False
+        self._ended = asyncio.Event()
         self.commands: list[Command] = []
 
     def kill(self) -> None:
         """Ends its process, which it is itself."""
         self.killed = True
+        self._ended.set()
 
     async def send(self, command: Command) -> None:
         """Takes a command."""
@@ -29,7 +31,8 @@ class FakeWorker:
     async def reply(self, _kind: type):
         """Answers it."""
         if self.answer is None:
-            await asyncio.Event().wait()
+            await self._ended.wait()
+            raise RankDied("its stream has ended")
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -46,6 +49,17 @@ async def test_tokens_that_differ_are_the_end():
     with pytest.raises(RankDied, match="different tokens"):
         await group.step(())
     assert all(worker.killed for worker in group.workers)
+
+
+async def test_a_rank_that_hangs_is_the_end():
+    """Of all: what some have done and others have not is nothing to go on with."""
+    assert await _group(Done(), Done()).in_time(Step(()), Done, 60) == [Done(), Done()]
+    group = _group(Done(), None)
+    with pytest.raises(RankDied, match="Step took a rank longer than"):
+        await group.in_time(Step(()), Done, 0.01)
+    assert all(worker.killed for worker in group.workers)
+    with pytest.raises(RankDied, match="longer than"):
+        await group.step(())
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -16,6 +16,7 @@ from engine_service.core.version_history import Result
 from engine_service.errors import (
     CheckpointError,
     InvalidRequest,
+    RankDied,
     UpdateBusy,
     UpdateEnded,
     WrongState,
@@ -93,6 +94,8 @@ async def test_a_lease_while_the_engine_stages(stand):
     staging = asyncio.ensure_future(stand.updates.push(session.name, TENSORS, all_but_silent()))
     await stand.steps.reached.wait()
     assert session.result is None, "27 s in which it sent something every 9"
+    await asyncio.sleep(1000)
+    assert session.result is None, "it has sent all, and waits for the engine"
     stand.steps.release.set()
     await staging
     await asyncio.sleep(9)
@@ -174,6 +177,18 @@ async def test_the_queue(stand):
     assert not calls[3].done()
     await second.abort("")
     assert (await calls[3]).operator == "3"
+
+
+@virtual
+async def test_a_copy_that_hangs(stand):
+    """It ends in time, and so does the instance."""
+    stand.steps.hold_at = "ApplyUpdate"
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RankDied, match="took too long"):
+        await stand.update(wanted("push"))
+    took = asyncio.get_running_loop().time() - began
+    assert 0 <= took - stand.instance.config.collective_timeout_seconds < 1
+    assert stand.instance.lifecycle.state is State.FAILED
 
 
 @virtual

@@ -63,7 +63,9 @@ async def test_an_update(tmp_path, source, staging):
     assert report.staged.notes == ["tied: the head is the embedding"]
     assert report.seconds_paused >= report.pause.seconds == 0.25
     assert (report.version, report.epoch, report.cache_kept) == ("v2", 2, False)
-    assert stand.instance.link.told == 1
+    loads = [] if source == "relay" else [7, 7]
+    assert [one.bytes_read for one in stand.instance.load_reports] == loads
+    assert stand.instance.link.told == (2 if staging is Staging.LAYERWISE else 1)
     assert (7 in stand.instance.codec.end_ids) == (source == "relay")
     assert (stand.updates.current, stand.instance.turn.holder) == (None, "")
 
@@ -146,12 +148,14 @@ async def test_a_caller_that_leaves_in_place(tmp_path):
     calling = asyncio.ensure_future(stand.update(wanted(staging=Staging.LAYERWISE)))
     await stand.steps.reached.wait()
     assert stand.instance.lifecycle.state is State.UPDATING
+    assert stand.instance.link.told == 1, "the relay offers what is being written over"
     calling.cancel()
     await asyncio.wait([calling])
     stand.steps.release.set()
     await eventually(lambda: stand.updates.current is None)
     assert stand.instance.lifecycle.state is State.FAILED
     assert "it was abandoned" in stand.instance.lifecycle.reason
+    assert Result.SERVES not in [one.result for one in stand.instance.history.records]
 
 
 async def test_one_rank_that_does_not_fit(tmp_path):

@@ -18,6 +18,7 @@ from relay_service.core.attachment import Update
 from relay_service.core.holding import Holding
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import weights_digest
+from relay_service.core.record import record
 from relay_service.errors import EpochChanged, InvalidRequest, NotFound, Refused
 from relay_service.memory.mapping import map_arena
 
@@ -54,7 +55,7 @@ def host():
     host = Updated()
     yield host
     host.close()
-    assert resources() == before
+    assert before.are_back()
 
 
 @pytest.mark.parametrize("state", [State.READY, State.PAUSED])
@@ -68,14 +69,17 @@ def test_a_commit(host, state, is_told):
     for epoch in (1, 2):
         with pytest.raises(EpochChanged):
             read(host.seed, epoch)
+    seen = record(host.seed, "", 0)
+    assert (seen.ranks[0].have_blocks, seen.ranks[0].digest) == (0, "")
     host.seed.apply(replace(COMMITTED, state=state))
     with pytest.raises(EpochChanged, match="is at epoch 2, not 1"):
         read(host.seed)
     assert same_weights(LAYOUT, read(host.seed, 2), NEW_DATA)
-    record = host.seed.record("", 0)
-    assert (record.state, record.weights, record.ranks[0].digest) == (
+    seen = record(host.seed, "", 0)
+    assert (seen.state, seen.weights, seen.ranks[0].digest) == (
         state, NEW_WEIGHTS, NEW.digest,
     )  # fmt: skip
+    assert seen.ranks[0].have_blocks == LAYOUT.block_count
     assert (host.seed.probe, host.seed.manifest(0)) == (b"new probe", NEW)
     host.holdings.acquire("seed", "", 2, NEW_WEIGHTS.digest, "target")
 
@@ -84,9 +88,9 @@ def test_an_update_that_comes_to_nothing(host):
     """Who reads goes on while an update prepares, no new reader begins, and all is as before."""
     lease = host.holdings.acquire("seed", "", 1, host.seed.weights.digest, "early")
     host.say(state=State.UPDATING)
-    record = host.seed.record("", 0)
-    assert record.ranks[0].have_blocks == LAYOUT.block_count
-    assert not record.state.holds_weights
+    seen = record(host.seed, "", 0)
+    assert seen.ranks[0].have_blocks == LAYOUT.block_count
+    assert not seen.state.holds_weights
     with pytest.raises(EpochChanged, match="seed is being updated"):
         host.holdings.acquire("seed", "", 1, host.seed.weights.digest, "late")
     assert same_weights(LAYOUT, read(host.seed), DATA)
@@ -102,7 +106,7 @@ def test_another_label(host):
         host.say(state=State.READY, weights=replace(host.seed.weights, version="v1-final"))
         assert same_weights(LAYOUT, bytes(arena.view(0, LAYOUT.data_bytes)), DATA)
     assert same_weights(LAYOUT, read(host.seed), DATA)
-    assert host.seed.record("", 0).weights.version == "v1-final"
+    assert record(host.seed, "", 0).weights.version == "v1-final"
     host.holdings.acquire("seed", "", 1, host.seed.weights.digest, "target")
 
 
@@ -146,6 +150,7 @@ def test_a_relay_that_comes_in_the_middle(host):
     host.holdings.add(again)
     with pytest.raises(NotFound):
         read(again)
+    assert record(again, "", 0).ranks[0].have_blocks == 0
     host.arenas.fill([NEW_DATA])
     arena.sequence += 1
     again.apply(COMMITTED)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_llama import serving_rank, write_checkpoint
+from updated_service import Served
 
 from engine_service.device.rank import Rank
 
@@ -36,3 +37,10 @@ def _collected():
     yield
     gc.unfreeze()  # a worker freezes what it finds, garbage too
     gc.collect()
+
+
+@pytest.fixture
+async def serving():
+    """Starts services whose weights can be updated."""
+    async with Served() as serving:
+        yield serving

@@ -4,12 +4,15 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 
-from engines import FakeRanks, Service
+from engines import LIMITS, FakeRanks, Service
 from rank_threads import Ranks
 
 from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
 from engine_service.core.messages import Step
+from engine_service.core.replies import quiet
+from engine_service.core.scheduler import Limits
+from engine_service.core.update_messages import ApplyUpdate, StagingCommand
 from relay_service.core.instance import Weights
 from relay_service.core.manifest import weights_digest
 
@@ -29,6 +32,7 @@ class ServedRanks(FakeRanks):
         """Kinds of the commands so far."""
         self.before_piece: Callable[[int], Awaitable[None]] | None = None
         """Called before each piece of a check with how many there were."""
+        self.staging_progress = [(0, 0)] * len(ranks.ranks)
 
     async def step(self, rows):
         """Runs a step."""
@@ -39,10 +43,26 @@ class ServedRanks(FakeRanks):
         """Gives every rank the same command."""
         return await self.all([command] * len(self._ranks.ranks), kind)
 
+    async def in_time(self, command, kind, seconds):
+        """Gives every rank the same command, for which it has so long."""
+        async with asyncio.timeout(seconds):
+            return await self.same(command, kind)
+
     async def all(self, commands, kind):
         """Gives each rank its command."""
         if self.before_piece and isinstance(commands[0], DigestWeights):
             await self.before_piece(self.order.count(DigestWeights))
+        return await asyncio.shield(quiet(asyncio.ensure_future(self._all(commands))))
+
+    async def stage(self, commands, kind):
+        """Gives each rank a command that stages weights; no step runs meanwhile."""
+        return await self.all(commands, kind)
+
+    async def stage_same(self, command, kind):
+        """Gives every rank the same one."""
+        return await self.same(command, kind)
+
+    async def _all(self, commands):
         async with self._ordered:
             self.order.append(type(commands[0]))
             given = dict(zip(map(id, self._ranks.ranks), commands, strict=True))
@@ -63,12 +83,21 @@ def _answer(rank, command):
             return rank.checker.answer(command)
         case StageExperts() | MoveExperts() | DropExperts():
             return rank.experts.answer(command)
+        case ApplyUpdate():
+            return rank.staging.apply()
+        case _ if isinstance(command, StagingCommand):
+            return rank.staging.answer(command)
     raise AssertionError(command)
 
 
-def served(ranks: Ranks, name: str = "one") -> Service:
-    """Returns a service, not started yet, of ranks that serve a folder's weights."""
-    service = Service()
+def served(
+    ranks: Ranks, name: str = "one", limits: Limits = LIMITS, blocks: int = SETTINGS["kv_blocks"]
+) -> Service:
+    """Returns a service, not started yet, of ranks that serve a folder's weights.
+
+    Its scheduler has so many blocks; the ranks need as many.
+    """
+    service = Service(limits, blocks)
     instance, group = service.instance, ServedRanks(ranks)
     instance.identity = dataclasses.replace(instance.identity, name=name)
     instance.ranks = service.ranks = instance.engine._runner = group

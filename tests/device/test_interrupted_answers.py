@@ -9,7 +9,8 @@ from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.messages import Sampling
-from engine_service.core.pausing import PauseMode, Pauser, PauseRequest
+from engine_service.core.pause_modes import PauseMode, PauseRequest
+from engine_service.core.pausing import Pauser
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
 from relay_service.core.instance import State, Weights

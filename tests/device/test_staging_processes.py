@@ -9,6 +9,7 @@ import pytest
 from tiny_llama import Sequence, start_message, write_checkpoint
 
 from engine_service.core.messages import Capture, Captured, Done, LoadDisk, Loaded, Sampled, Step
+from engine_service.core.rank_memory import resident_bytes, staged_bytes
 from engine_service.core.ranks import RankGroup
 from engine_service.core.update_messages import (
     Applied,
@@ -43,6 +44,14 @@ def _contents(group: RankGroup, manifests: list[Manifest]) -> list[bytes]:
     return [
         os.pread(fds[0], manifest.data_bytes, HEADER_BYTES)
         for fds, manifest in zip(group.descriptors, manifests, strict=True)
+    ]
+
+
+def _staged_bytes(group: RankGroup) -> list[int]:
+    """Returns what the kernel says that each rank has staged."""
+    return [
+        staged_bytes(worker.pid, fds[0])
+        for worker, fds in zip(group.workers, group.descriptors, strict=True)
     ]
 
 
@@ -109,12 +118,17 @@ async def _from_disk(
     total = group.staging_progress
     assert all(done == whole > 0 for done, whole in total)
     staged = await group.stage_same(FinishStaging(), UpdateStaged)
+    measured = _staged_bytes(group)
+    assert all(0 < one.bytes_changed <= found for one, found in zip(staged, measured, strict=True))
     proofs = asyncio.ensure_future(group.stage_same(ProveStaged(), Proven))
     while not proofs.done():
         assert await _tokens(group) == before
     assert len({one.probe for one in proofs.result()}) == 1
     applied = await group.same(ApplyUpdate(), Applied)
     assert [one.bytes_copied for one in applied] == [one.bytes_changed for one in staged]
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while any(_staged_bytes(group)):  # noqa: ASYNC110 - nobody waits for it to be given back
+            await asyncio.sleep(0.01)
     return [one.manifest for one in staged]
 
 
@@ -139,6 +153,10 @@ async def _from_memory(
             data = held[rank][block.offset : block.offset + block.nbytes]
             os.pwrite(fd, data, HEADER_BYTES + block.offset)
         os.close(fd)
+    assert all(
+        found >= manifest.data_bytes
+        for found, manifest in zip(_staged_bytes(group), wanted, strict=True)
+    )
     await group.stage([StageLent(one) for one in wanted], Done)
     staged = await group.stage_same(FinishStaging(), UpdateStaged)
     assert [one.manifest for one in staged] == wanted
@@ -146,9 +164,12 @@ async def _from_memory(
 
 
 async def _killed(group: RankGroup) -> None:
+    assert all(resident_bytes(worker.pid) > 1 << 20 for worker in group.workers)
     os.kill(group.workers[1].pid, signal.SIGKILL)
     with pytest.raises(RankDied):
         await group.stage_same(DropStaging(), Done)
     with pytest.raises(RankDied):
         await group.same(Step((Sequence([1]).row(),)), Sampled)
     assert "rank 1" in str(await group.died())
+    gone = group.workers[1].pid
+    assert (resident_bytes(gone), staged_bytes(gone, group.descriptors[1][0])) == (0, 0)

@@ -1,6 +1,7 @@
 """What a worker answers and when it ends, within this process."""
 
 import socket
+from dataclasses import replace
 
 import pytest
 from tiny_llama import Sequence, serving_rank
@@ -68,7 +69,7 @@ def test_trimming_memory(tied):
     for trim in ((0, 0), (100, 60)):
         front.send(messages.encode(TrimMemory()))
         if trim[0]:
-            served._rank.trim_memory = lambda: (100, 60)
+            served._rank.device = replace(served._rank.device, trim=lambda: (100, 60))
         served._answer(messages.decode_command(served._channel.receive()))
         assert messages.decode_reply(front.receive()) == Trimmed(*trim)
     front.close()

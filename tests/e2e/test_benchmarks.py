@@ -24,10 +24,13 @@ def _run(name: str, *arguments: str) -> dict[str, Any]:
 def test_relay_transports_runs() -> None:
     """The transports' benchmark moves its bytes by every method and writes its figures."""
     written = _run("relay_transports")
-    assert {"shm_over_memcpy", "grpc_over_bare_grpc", "seed_cpu_seconds_per_gib_shm"} <= written[
-        "figures"
-    ].keys()
-    assert {row["method"] for row in written["rows"]} >= {"memcpy", "shm", "grpc", "gloo"}
+    assert {
+        "shm_over_memcpy", "grpc_over_bare_grpc", "seed_cpu_seconds_per_gib_shm",
+        "tcp_over_bare_sockets", "tcp_over_gloo",
+    } <= written["figures"].keys()  # fmt: skip
+    assert {row["method"] for row in written["rows"]} >= {
+        "memcpy", "shm", "tcp_1", "tcp_4", "bare_sockets_4", "grpc", "gloo",
+    }  # fmt: skip
 
 
 @pytest.mark.full
@@ -119,3 +122,21 @@ def test_loading_runs() -> None:
         "fp8 disk, memory", "fp8 disk", "fp8 relay",
     ]  # fmt: skip
     assert all(row["seconds"] > 0 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_update_pause_runs() -> None:
+    """Each share of blocks is updated in each way, and a delta moves just what differs."""
+    written = _run("update_pause")
+    assert written["figures"]["delta_1pct_bytes_over_changed"] == 1
+    assert len({row["method"] for row in written["rows"]}) == 12
+    assert all(row["bytes_changed"] > 0 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_pause_modes_runs() -> None:
+    """Every mode is measured under load, and has cost what it promises."""
+    written = _run("pause_modes")
+    mixed = {row["method"]: row["mixed"] for row in written["rows"]}
+    assert (mixed["abort"], mixed["wait"]) == (0, 0)
+    assert mixed["keep"] > 0

@@ -31,12 +31,13 @@ from clients.launch import Service
 BLOCK_BYTES = 1 << 20
 VICTIMS = {
     "grpc": ("target_relay", "seed", "seed_relay", "target", "directory"),
+    "tcp": ("target_relay", "seed", "seed_relay", "target"),
     "shm": ("target_relay", "neighbour", "target"),
 }
 SAMPLE = {
     ("target_relay", "kill", 50, "grpc"),
-    ("seed", "kill", 10, "grpc"),
-    ("seed_relay", "stop", 50, "grpc"),
+    ("seed", "kill", 10, "tcp"),
+    ("seed_relay", "stop", 50, "tcp"),
     ("target", "kill", 99, "shm"),
     ("directory", "stop", 50, "grpc"),
 }

@@ -50,7 +50,9 @@ async def test_a_cut_connection(cast: Cast, stage: Stage) -> None:
     target = stage.engine(cast.model, "--load-format", "dummy")
     await reach(seed)
     await reach(target, DUMMY)
-    filling = start_pull(target, cast.roles["target_relay"], "p", rate_limit_bytes_per_second=RATE)
+    filling = start_pull(
+        target, cast.roles["target_relay"], "p", "grpc", rate_limit_bytes_per_second=RATE
+    )
     await halfway(cast.roles["target_relay"], 50)
     assert proxy.cut()
     outcome = await filling

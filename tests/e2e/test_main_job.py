@@ -32,6 +32,7 @@ SERVICE = "seedrelay.v1.EngineService"
     [
         (True, "float32", "shm"),
         (False, "bfloat16", "grpc"),
+        pytest.param(True, "bfloat16", "tcp", marks=pytest.mark.full),
         pytest.param(False, "float32", "shm", marks=pytest.mark.full),
         pytest.param(False, "float32", "grpc", marks=pytest.mark.full),
         pytest.param(True, "float32", "grpc", marks=pytest.mark.full),
@@ -74,7 +75,7 @@ async def test_chain_over_two_hosts_after_the_seed_died(stage: Stage, model: Pat
     seed.kill()
     second = stage.target(other, "--from", "first")
     status = await reach(second)
-    assert status.fill.transport == "grpc"
+    assert status.fill.transport == "tcp"
     assert status.fill.path[-1].source_instance == "first"
     assert status.weight_version == "v1"
     assert await answer(second) == await answer(first) == expected

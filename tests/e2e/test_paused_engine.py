@@ -45,6 +45,7 @@ async def test_by_command(stage: Stage, model: Path) -> None:
         shown = await asyncio.to_thread(seedrelay, "status", engine.address, "--json")
         assert shown.json()["pause"]["operator"] == "ops"
         assert (shown.json()["pause"]["mode"], shown.json()["waiting_at_gate"]) == ("keep", 0)
+        await _explained(engine)
         flushed = await asyncio.to_thread(seedrelay, "flush", *at)
         assert flushed.json()["blocks_in_use"] > 0
         late = await asyncio.to_thread(seedrelay, "generate", *at, "--deadline", "1", "x")
@@ -56,6 +57,20 @@ async def test_by_command(stage: Stage, model: Path) -> None:
         assert continued.json()["was_paused"]
         assert await answer(engine) == expected
         await _ends_at_once(engine, client, long)
+
+
+async def _explained(engine) -> None:
+    """`--debug` says who has paused, what was checked, and what the rank's process takes."""
+    checked = await asyncio.to_thread(seedrelay, "check", "--engine", engine.address)
+    assert checked.status == 0, checked.err
+    shown = await asyncio.to_thread(seedrelay, "status", engine.address, "--debug", "--json")
+    status, debug = shown.json(), shown.json()["debug"]
+    assert (debug["pause"]["operator"], debug["session"], debug["locks"]) == ("ops", None, [])
+    assert debug["last_check"]["equal"]
+    assert [one["result"] for one in debug["versions"]] == ["serves"]
+    (memory,), (rank,) = debug["memory"], status["ranks"]
+    assert memory["resident_bytes"] > rank["arena_bytes"]
+    assert memory["staged_bytes"] == 0
 
 
 async def _ends_at_once(engine, client: EngineClient, asked: engine_pb2.GenerateRequest) -> None:

@@ -90,7 +90,7 @@ def _check_metrics(there: Service, target: Service, person: Security) -> None:
         url = f"https://{service.metrics_address}/metrics"
         with urllib.request.urlopen(url, timeout=10, context=context) as answer:
             text += answer.read().decode()
-    assert 'seedrelay_relay_bytes_total{direction="received",transport="grpc"}' in text
+    assert 'seedrelay_relay_bytes_total{direction="received",transport="tcp"}' in text
     assert 'seedrelay_relay_transfers_total{outcome="complete"} 1.0' in text
     assert 'seedrelay_engine_state{seedrelay_engine_state="READY"} 1.0' in text
     assert 'seedrelay_engine_requests_total{finish_reason="length"} 1.0' in text
@@ -110,7 +110,7 @@ def _check_story(here: Service, there: Service, target: Service) -> None:
         told.append(line)
     assert len({(line["transfer"], line["bytes"]) for line in told}) == 1
     assert told[0]["transfer"]
-    assert told[1]["transport"] == told[2]["transport"] == "grpc"
+    assert told[1]["transport"] == told[2]["transport"] == "tcp"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from stage import Stage, reach, status_of
+from stage import Stage, eventually, reach, status_of
 from tokenizers import Tokenizer
 
 from clients.engine import EngineClient
@@ -146,6 +146,15 @@ async def play(client: EngineClient, played: Played, max_tokens: int = TOKENS) -
     return played
 
 
+async def ask_until(
+    done: asyncio.Event, client: EngineClient, prompt: list[int], begun: list[Played]
+) -> None:
+    """Asks again and again until `done`, so that something runs whenever weights change."""
+    while not done.is_set():
+        begun.append(Played(prompt))
+        await play(client, begun[-1])
+
+
 async def together(service: Service, prompts: list[list[int]], *counts: int) -> list[Played]:
     """Asks all prompts at once."""
     async with EngineClient(service.address) as client:
@@ -160,11 +169,17 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     old = (await status_of(scene.engine)).weight_version
     async with EngineClient(scene.engine.address) as client, asyncio.timeout(LIMIT_SECONDS):
         await play(client, Played(scene.known))
-        running = [Played(prompt) for prompt in scene.prompts]
-        reading = asyncio.gather(*(play(client, one) for one in running))
-        await asyncio.gather(*(one.begun.wait() for one in running))
+        applied, running = asyncio.Event(), [list[Played]() for _ in scene.prompts]
+        asking = asyncio.gather(
+            *(
+                ask_until(applied, client, prompt, begun)
+                for prompt, begun in zip(scene.prompts, running, strict=True)
+            )
+        )
+        await eventually(lambda: all(one and one[0].begun.is_set() for one in running), 60)
         done = await scene.update(source, mode, after)
-        await reading
+        applied.set()
+        await asking
         first = await play(client, Played(scene.known))
     status = await status_of(scene.engine)
     reference = await status_of(scene.references[after])
@@ -174,12 +189,14 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     assert (first.tokens, first.last.usage.cached_tokens) == (scene.answers[after][-1], 0)
     followers = await together(scene.engine, scene.prompts)
     assert [one.tokens for one in followers] == scene.answers[after][:-1]
-    for number, one in enumerate(running):
+    for number, one in ((n, one) for n, begun in enumerate(running) for one in begun):
         _check_books(scene, one, {old, done.weight_version})
-        _check_mode(one, mode, scene.answers[before][number], done)
+        answers = scene.answers[before][number], scene.answers[after][number]
+        _check_mode(one, mode, *answers, done.weight_version)
+    played = [one for begun in running for one in begun]
     if mode == "retract":
-        await _check_retracted(scene, running, after)
-    spread = [len(one.last.version_spans) for one in running]
+        await _check_retracted(scene, played, after)
+    spread = [len(one.last.version_spans) for one in played]
     assert max(spread) == (2 if mode in ("keep", "retract") else 1), "the load was not there"
 
 
@@ -194,17 +211,18 @@ def _check_books(scene: Scene, one: Played, versions: set[str]) -> None:
     assert set(labels) <= versions
 
 
-def _check_mode(one: Played, mode: str, expected: list[int], done: engine_pb2.UpdateReport) -> None:
-    finish = engine_pb2.FINISH_REASON_ABORT if mode == "abort" else engine_pb2.FINISH_REASON_LENGTH
-    made_before = one.last.version_spans[0].end
-    if one.last.version_spans[0].weight_version == done.weight_version:
-        made_before = 0  # it waited until the new weights served
-    assert one.tokens[:made_before] == expected[:made_before]
-    if made_before == TOKENS:
-        finish = engine_pb2.FINISH_REASON_LENGTH  # it was through before
-    assert one.last.finish_reason == finish
-    assert mode == "abort" or len(one.tokens) == TOKENS
-    assert mode != "wait" or made_before == TOKENS
+def _check_mode(one: Played, mode: str, old: list[int], new: list[int], version: str) -> None:
+    """Tokens and end are what the mode promises; `old` and `new` are whole answers."""
+    finish, spans = one.last.finish_reason, one.last.version_spans
+    if spans and spans[0].weight_version == version:  # it has waited for the new weights
+        assert (one.tokens, finish) == (new, engine_pb2.FINISH_REASON_LENGTH)
+        return
+    made_before = spans[0].end if spans else 0
+    assert one.tokens[:made_before] == old[:made_before]
+    if made_before == TOKENS or mode in ("keep", "retract"):
+        assert (len(one.tokens), finish) == (TOKENS, engine_pb2.FINISH_REASON_LENGTH)
+    else:
+        assert (mode, finish) == ("abort", engine_pb2.FINISH_REASON_ABORT)
 
 
 async def _check_retracted(scene: Scene, running: list[Played], after: str) -> None:

@@ -78,7 +78,15 @@ async def test_flipped_bytes_are_named_and_never_served(stage: Stage, model: Pat
     flipper = Flipper(1000)
     proxy, target, relay = await _two_hosts(stage, model, flipper)
     pulled = await asyncio.to_thread(
-        seedrelay, "pull", "--engine", target.address, "--relay", relay.address, "--json"
+        seedrelay,
+        "pull",
+        "--engine",
+        target.address,
+        "--relay",
+        relay.address,
+        "--json",
+        "--transport",
+        "grpc",
     )
     proxy.close()
     assert flipper.flipped >= 3
@@ -96,7 +104,15 @@ async def test_one_flipped_byte_is_read_again(stage: Stage, model: Path) -> None
     flipper = Flipper(1)
     proxy, target, relay = await _two_hosts(stage, model, flipper)
     pulled = await asyncio.to_thread(
-        seedrelay, "pull", "--engine", target.address, "--relay", relay.address, "--json"
+        seedrelay,
+        "pull",
+        "--engine",
+        target.address,
+        "--relay",
+        relay.address,
+        "--json",
+        "--transport",
+        "grpc",
     )
     proxy.close()
     assert flipper.flipped == 1

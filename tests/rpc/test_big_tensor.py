@@ -30,9 +30,9 @@ class Stamped(Memory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 async def test_a_tensor_over_four_gib(fleet, transport):
-    """A tensor of 4 GiB and a byte lands whole, over either transport."""
+    """A tensor of 4 GiB and a byte lands whole, over every transport."""
     layout = lay_out(0, [UnitSpec("big", (TensorSpec("big", DType.U8, (BYTES,)),))])
     relay = await fleet.relay()
     memory = Stamped([layout])

@@ -8,6 +8,7 @@ from fakes import PROBE, eventually, lay_out_bytes, random_bytes, same_weights
 from clients.errors import CallFailed, ClientError
 from relay_service.core.instance import FILLING_EPOCH, State
 from relay_service.core.manifest import BLOCK_BYTES
+from relay_service.core.record import record
 from relay_service.errors import NotYet
 from seedrelay.v1 import relay_pb2, weights_pb2
 
@@ -24,6 +25,7 @@ class Chain:
         fleet.layout = lay_out_bytes([BLOCKS * BLOCK_BYTES])
         fleet.data = random_bytes(fleet.layout)
         self.relays, self.targets = {}, {}
+        self._pulls = []
 
     async def start(self, *names: str, **settings):
         """Starts the seed's relay, which is the directory, and one relay with a dummy per name."""
@@ -46,7 +48,14 @@ class Chain:
 
     def pull(self, name: str, **options):
         """Starts to fill a target; returns the task of its report."""
-        return asyncio.create_task(self._pull(name, options))
+        self._pulls.append(asyncio.create_task(self._pull(name, options)))
+        return self._pulls[-1]
+
+    async def end(self) -> None:
+        """Ends every pull that is still running, and waits until it has."""
+        for running in self._pulls:
+            running.cancel()
+        await asyncio.gather(*self._pulls, return_exceptions=True)
 
     async def _pull(self, name, options):
         client = self.fleet.client(self.relays[name])
@@ -80,9 +89,11 @@ def sources(last) -> list[str]:
 
 
 @pytest.fixture
-def chain(fleet) -> Chain:
-    """Not started yet."""
-    return Chain(fleet)
+async def chain(fleet):
+    """Not started yet; ends the pulls that a test left."""
+    chain = Chain(fleet)
+    yield chain
+    await chain.end()
 
 
 async def test_targets_that_start_together(chain):
@@ -131,7 +142,7 @@ async def test_a_reader_does_not_notice_the_commit(chain):
 async def test_half_filled_is_not_ready(chain):
     """An instance that lends what it has is listed as incomplete, with what it's filled with."""
     await chain.start("middle", "last")
-    running = chain.pull("middle", rate_limit_bytes_per_second=SLOWLY)
+    chain.pull("middle", rate_limit_bytes_per_second=SLOWLY)
     await chain.filling("middle")
     client = chain.fleet.client(chain.relays["last"])
     (shown,) = [i for i in (await client.status()).instances if i.instance == "middle"]
@@ -140,14 +151,13 @@ async def test_half_filled_is_not_ready(chain):
     assert shown.filling.weights_digest == chain.seed.memory.digest
     assert shown.filling.source_instance == "seed"
     assert shown.ranks[0].have_blocks < shown.ranks[0].blocks
-    running.cancel()
 
 
 async def lease_on(chain, name: str, holder: str = "reader", **changes):
     """Takes a lease on an incomplete target."""
-    record = chain.holding(name).record(chain.relays[name].address, 0).as_source()
+    seen = record(chain.holding(name), chain.relays[name].address, 0).as_source()
     client = chain.fleet.client(chain.relays[name])
-    return client, await client.acquire_lease(record, holder, **changes)
+    return client, await client.acquire_lease(seen, holder, **changes)
 
 
 def read_blocks(client, lease: str, *blocks: int):
@@ -162,7 +172,7 @@ def read_blocks(client, lease: str, *blocks: int):
 async def test_not_yet(chain):
     """A block that is there comes; one that isn't is waited for, then refused by its own name."""
     await chain.start("middle")
-    running = chain.pull("middle", rate_limit_bytes_per_second=1)
+    chain.pull("middle", rate_limit_bytes_per_second=1)
     await chain.filling("middle")
     client, granted = await lease_on(chain, "middle")
     assert granted.epoch > FILLING_EPOCH
@@ -173,13 +183,12 @@ async def test_not_yet(chain):
         await read_blocks(client, granted.lease, BLOCKS - 1).read()
     error = ClientError.of(failed.value, "")
     assert (error.code, error.reason) == ("UNAVAILABLE", "NotYet")
-    running.cancel()
 
 
 async def test_no_unverified_block_is_read(chain):
     """Bytes that lie there without having been verified are never given away."""
     await chain.start("middle")
-    running = chain.pull("middle", rate_limit_bytes_per_second=1)
+    chain.pull("middle", rate_limit_bytes_per_second=1)
     await chain.filling("middle")
     held = chain.holding("middle")
     epoch, index = held.offered.now.epoch, BLOCKS - 1
@@ -192,7 +201,6 @@ async def test_no_unverified_block_is_read(chain):
     receiver = held.receivers[0]
     with pytest.raises(NotYet), held.reading(0, epoch, 0):
         receiver.verified[0] = b""  # it was found wrong while it was read
-    running.cancel()
 
 
 async def test_upstream_is_refused(chain):

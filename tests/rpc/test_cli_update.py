@@ -6,11 +6,12 @@ import struct
 
 import pytest
 from typer.testing import CliRunner
-from updates import Stand, contents_of
+from updates import Stand, contents_of, wanted
 
 from clients.cli import app
 from clients.safetensors_files import read_folder
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
+from engine_service.core.update_sessions import Caller
 from engine_service.errors import CheckpointError
 from relay_service.core.manifest import weights_digest
 
@@ -44,8 +45,9 @@ def safetensors(**tensors: bytes) -> bytes:
 
 async def test_an_update_from_disk(stand):
     """Every option reaches the engine, and the report is one object of JSON."""
-    options = ("--mode", "wait", "--deadline", "2.5", "--on-deadline", "abort", "--operator", "me",
-               "--no-clear-cache", "--wait", "3", "--rate-limit", "64MiB/s")  # fmt: skip
+    options = ("--mode", "wait", "--finish-within", "2.5", "--on-deadline", "abort",
+               "--operator", "me", "--no-clear-cache", "--wait", "3",
+               "--rate-limit", "64MiB/s")  # fmt: skip
     base = stand.instance.engine.weights.digest
     done = await seedrelay(
         stand, "update", "--from", "disk:new", "--version", "v2", "--base-digest", base,
@@ -106,7 +108,7 @@ async def test_an_update_that_is_refused(stand):
     stand.ranks.bad = CheckpointError("layer 1 is torn", tensor="x")
     done = await seedrelay(stand, "update", "--from", "disk:new", "--version", "v2", "--json")
     error = json.loads(done.stdout)["error"]
-    assert (done.exit_code, error["code"]) == (1, "FAILED_PRECONDITION")
+    assert (done.exit_code, error["code"]) == (1, "INVALID_ARGUMENT")
     assert (error["message"], error["details"]["tensor"]) == ("layer 1 is torn", "x")
     assert "layer 1 is torn" in done.stderr
     assert "failed  v2" in (await seedrelay(stand, "versions")).stdout
@@ -124,3 +126,14 @@ async def test_a_label(stand):
     done = await seedrelay(stand, "versions", "--set", "best", "--json")
     assert json.loads(done.stdout)["former_weight_version"] == "v1"
     assert stand.instance.engine.weights.version == "best"
+
+
+async def test_a_session_that_is_in_the_way(stand):
+    """An operator ends it by the name that the status shows; twice is no error."""
+    session = await stand.updates.begin(wanted(), Caller())
+    for aborted in (1, 0):
+        done = await seedrelay(stand, "abort", "--update", session.name, "--json")
+        assert (done.exit_code, json.loads(done.stdout)) == (0, {"aborted": aborted})
+    assert stand.updates.current is None
+    both = await seedrelay(stand, "abort", "--update", session.name, "--all")
+    assert both.exit_code == 2

@@ -69,7 +69,7 @@ async def test_weights_arrive_wherever_they_lie(fleet, driver, hosts, places):
     client = fleet.client(there)
     *_, last = await pull(client)
     assert last.report.weights_digest == seed.memory.digest
-    assert last.report.transport == ("grpc" if hosts == 2 else "shm")
+    assert last.report.transport == ("tcp" if hosts == 2 else "shm")
     assert await client.return_mapping("target", "", 10) == 1
     await engine.commit([await client.manifest("target", "", 0)], "v1")
     assert same_weights(fleet.layout, engine.memory.contents(), fleet.data)

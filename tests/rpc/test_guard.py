@@ -232,7 +232,7 @@ async def test_a_fill_between_two_hosts(fleet, authority, tokens, caplog):
         *_, last = [m async for m in client.pull("target", weights_pb2.PullOptions())]
         assert await client.return_mapping("target", "", 10) == 1
         assert len(await client.sources(Target())) == 2
-    assert last.report.transport == "grpc"
+    assert last.report.transport == "tcp"
     assert same_weights(fleet.layout, target.memory.contents(), fleet.data)
     assert here.holdings.leases.count() == 0
     assert TOKEN not in caplog.text

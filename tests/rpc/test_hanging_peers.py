@@ -13,6 +13,7 @@ from engine_service.errors import RelayUnreachable
 from engine_service.rpc import relay_link
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.record import record
 from relay_service.rpc import directory
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports import grpc_stream
@@ -61,14 +62,20 @@ async def test_a_directory_that_hangs(fleet, mute, monkeypatch):
         await fleet.stop(relay)
 
 
-async def test_a_deadline_does_not_wait_for_a_source_that_hangs(fleet, monkeypatch):
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+async def test_a_deadline_does_not_wait_for_a_source_that_hangs(fleet, monkeypatch, transport):
     """A pull ends at its deadline although its source does not take the lease back."""
     monkeypatch.setattr(RelayServicer, "ReleaseLease", _hang)
     monkeypatch.setattr(grpc_stream, "RELEASE_SECONDS", 0.2)
     here, there = await two_hosts(fleet)
     async with asyncio.timeout(IN_TIME_SECONDS):
-        with pytest.raises(DeadlineExceeded, match=r"seed \(grpc\): not done"):
-            await pull(fleet.client(there), timeout={"seconds": 1}, rate_limit_bytes_per_second=1)
+        with pytest.raises(DeadlineExceeded, match=rf"seed \({transport}\): not done"):
+            await pull(
+                fleet.client(there),
+                transport=transport,
+                timeout={"seconds": 1},
+                rate_limit_bytes_per_second=1,
+            )
     assert there.transfers.running == []
     assert here.holdings.leases.count() == 1
 
@@ -86,7 +93,7 @@ async def test_a_source_that_hangs_keeps_no_connection(fleet, monkeypatch):
     gc.disable()
     try:
         with pytest.raises(CallFailed, match=r"no block for 0\.3 s"):
-            await pull(client)
+            await pull(client, transport="grpc")
         await eventually(lambda: _sockets() == before)
     finally:
         gc.enable()
@@ -120,7 +127,7 @@ async def test_a_reader_that_broke_off(fleet):
     here, _ = await two_hosts(fleet)
     seed = here.holdings.get("seed")
     client = fleet.client(here)
-    lease = (await client.acquire_lease(seed.record(here.address, 0), "target")).lease
+    lease = (await client.acquire_lease(record(seed, here.address, 0), "target")).lease
     request = relay_pb2.ReadBlocksRequest(lease=lease, rank=0, blocks=[0] * 10_000)
     call = client.channel.unary_stream(
         "/seedrelay.v1.BlockService/ReadBlocks",

@@ -78,8 +78,8 @@ async def test_a_relay(fleet, caplog):
     await pull(fleet.client(there))
     sent, received = await scraped(here.metrics_address), await scraped(there.metrics_address)
     size = fleet.layout.weight_bytes
-    assert sent["relay_bytes_total", "sent", "grpc"] == size
-    assert received["relay_bytes_total", "received", "grpc"] == size
+    assert sent["relay_bytes_total", "sent", "tcp"] == size
+    assert received["relay_bytes_total", "received", "tcp"] == size
     assert received["relay_blocks_total", "verified"] == fleet.layout.block_count
     assert received["relay_blocks_total", "failed"] == 0
     assert received["relay_transfers_total", "complete"] == 1
@@ -96,8 +96,8 @@ async def test_a_relay(fleet, caplog):
         "transfer started", "lease acquired", "lease released", "transfer ended: complete",
     ]  # fmt: skip
     assert told[-1]["bytes"] == told[-2]["bytes"] == size
-    assert told[-1]["transport"] == "grpc"
-    assert "seed (grpc): complete" in told[-1]["path"]
+    assert told[-1]["transport"] == "tcp"
+    assert "seed (tcp): complete" in told[-1]["path"]
 
 
 async def test_wrong_blocks_and_running_transfers(fleet):

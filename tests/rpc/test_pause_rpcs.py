@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from clients.engine import EngineClient
 from clients.errors import CallFailed, DeadlineExceeded
 from engine_service import app
-from engine_service.core.pausing import PauseMode, PauseRequest
+from engine_service.core.pause_modes import PauseMode, PauseRequest
 from relay_service.core.instance import State, Weights
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc, weights_pb2
 

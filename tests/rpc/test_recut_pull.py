@@ -81,7 +81,7 @@ def path(report) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("held", "wanted"), [(2, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 async def test_a_target_of_another_placement_is_filled_and_seeds(fleet, transport, held, wanted):
     """It is filled, serves as a seed of its own placement, and even fills one like the first."""
     relay = await fleet.relay()

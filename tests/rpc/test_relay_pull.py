@@ -62,10 +62,10 @@ async def test_on_one_host(fleet):
 
 
 async def test_from_another_host(fleet):
-    """A dummy at a second relay is filled over gRPC from the seed at the first."""
+    """A dummy at a second relay is filled over sockets from the seed at the first."""
     here, there, target = await two_hosts(fleet)
     report = await fill(fleet, fleet.client(there), target)
-    assert report.transport == "grpc"
+    assert report.transport == "tcp"
     assert report.path[0].address == here.address
     assert here.holdings.leases.count() == 0
 
@@ -83,7 +83,7 @@ async def test_a_filled_target_is_a_source(fleet):
     assert [step.source_instance for step in report.path] == ["first"]
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
 async def test_a_forced_transport(fleet, transport):
     """A transport that is named is the one that is used."""
     relay = await fleet.relay()
@@ -128,7 +128,7 @@ async def test_refusals_carry_class_and_details(fleet):
     assert (error.code, error.reason) == ("FAILED_PRECONDITION", "WrongState")
     assert (error.details["expected"], error.details["found"]) == ("DUMMY", "READY")
     error = await refused(client, transport="pigeon")
-    assert (error.code, error.details["expected"]) == ("INVALID_ARGUMENT", "shm, grpc")
+    assert (error.code, error.details["expected"]) == ("INVALID_ARGUMENT", "shm, tcp, grpc")
     error = await refused(client, rate_limit_bytes_per_second=-1)
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "InvalidRequest")
     error = await refused(client, source_instance="ghost", timeout={"nanos": 50_000_000})

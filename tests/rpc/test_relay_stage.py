@@ -24,6 +24,7 @@ from relay_service.core.format import Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.pull_report import PathStep, PullOptions
+from relay_service.core.record import record
 from relay_service.memory import sparse
 from relay_service.rpc.servicer import RelayServicer
 
@@ -115,7 +116,7 @@ def assert_given_back(relay) -> None:
     holding = relay.holdings.get("target")
     assert (holding.lent, relay.transfers.running) == (None, [])
     assert relay.holdings.leases.count() == 0
-    assert holding.record("", 0).weights.version == "v1"
+    assert record(holding, "", 0).weights.version == "v1"
 
 
 @pytest.mark.parametrize("state", [State.READY, State.PAUSED])
@@ -130,7 +131,7 @@ async def test_only_the_block_that_differs_moves(fleet, serve, state, hosts):
     assert LAYOUT.block_count == 10
     assert report.bytes_moved == LAYOUT.block(6).nbytes
     assert (report.blocks_reused, report.bytes_reread) == (9, 0)
-    assert report.transport == ("grpc" if hosts == 2 else "shm")
+    assert report.transport == ("tcp" if hosts == 2 else "shm")
     assert (report.weight_version, report.probe) == ("v2", PROBE)
     assert report.source_weights_digest == report.weights_digest == seed.memory.digest
     assert landed == seed.memory.manifests
@@ -233,7 +234,7 @@ async def test_an_update_of_the_source(fleet, serve):
     """A source that is updated meanwhile gives its new weights, and none of those before."""
     _, there, seed = await two_hosts(fleet, changed())
     serving = await serve(there)
-    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=2 << 20)
+    slow = PullOptions(source_instance="new", rate_limit_bytes_per_second=1 << 20)
     staging = asyncio.create_task(serving.stage(slow))
     await landing(there)
     await commit(seed, changed(2, seed=10), "v3", 2)

@@ -12,7 +12,7 @@ from updates import PUSHED, Stand, contents_of
 
 from clients.engine_updates import ELEMENT_BYTES, PIECE_BYTES, Tensor, _messages
 from clients.errors import CallFailed, DeadlineExceeded
-from engine_service.core.pausing import PauseMode
+from engine_service.core.pause_modes import PauseMode
 from engine_service.errors import CheckpointError
 from relay_service.core.instance import State
 from seedrelay.v1 import engine_pb2
@@ -223,9 +223,11 @@ async def test_a_call_whose_time_is_over(stand, client):
     assert stand.instance.engine.weights.epoch == 1
     stand.steps.hold_at = "ApplyUpdate"
     stand.steps.release.clear()
+    stand.steps.reached.clear()
     with pytest.raises(DeadlineExceeded):
-        async for _ in client.update(request, timeout=0.3):
+        async for _ in client.update(request, timeout=2):
             pass
+    assert stand.steps.reached.is_set(), "the commit had not begun"
     stand.steps.release.set()
     await eventually(lambda: stand.instance.engine.weights.epoch == 2)
 
@@ -271,7 +273,7 @@ async def test_versions(stand, client):
     stand.ranks.bad = CheckpointError("layer.1 is torn")
     with pytest.raises(CallFailed, match=r"layer\.1 is torn") as failed:
         await whole(client, asked("v3"))
-    assert failed.value.code == "FAILED_PRECONDITION"
+    assert failed.value.code == "INVALID_ARGUMENT"
     records = await client.versions()
     assert [(r.weight_version, r.result, r.epoch, r.source) for r in records] == [
         ("v1", "served", 1, "disk:start"),

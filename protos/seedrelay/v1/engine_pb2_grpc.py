@@ -165,7 +165,9 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """Watches the state: sends it at once and again whenever it changes.
+        """Watches the status: sends it at once and again when there is news, at most
+        ten times a second. News is another state, gate, version, digest or epoch,
+        another phase of an update or a fill, and once a second how far these are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,12 +15,14 @@ class GetAttachmentRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetAttachmentResponse(_message.Message):
-    __slots__ = ("socket_path", "relay_generation")
+    __slots__ = ("socket_path", "relay_generation", "data_address")
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     socket_path: str
     relay_generation: str
-    def __init__(self, socket_path: _Optional[str] = ..., relay_generation: _Optional[str] = ...) -> None: ...
+    data_address: str
+    def __init__(self, socket_path: _Optional[str] = ..., relay_generation: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class RankBlocks(_message.Message):
     __slots__ = ("rank", "have_blocks", "blocks", "arena_bytes", "digest")
@@ -247,6 +249,36 @@ class ReleaseLeaseRequest(_message.Message):
 class ReleaseLeaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class BlockRun(_message.Message):
+    __slots__ = ("first_block", "block_count")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    block_count: int
+    def __init__(self, first_block: _Optional[int] = ..., block_count: _Optional[int] = ...) -> None: ...
+
+class GrantReadRequest(_message.Message):
+    __slots__ = ("lease", "rank", "runs", "connection_count")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    rank: int
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    connection_count: int
+    def __init__(self, lease: _Optional[str] = ..., rank: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., connection_count: _Optional[int] = ...) -> None: ...
+
+class GrantReadResponse(_message.Message):
+    __slots__ = ("data_address", "grants", "expiry")
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    data_address: str
+    grants: _containers.RepeatedScalarFieldContainer[bytes]
+    expiry: _duration_pb2.Duration
+    def __init__(self, data_address: _Optional[str] = ..., grants: _Optional[_Iterable[bytes]] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("instance", "options")

@@ -81,6 +81,11 @@ class RelayServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseResponse.FromString,
                 _registered_method=True)
+        self.GrantRead = channel.unary_unary(
+                '/seedrelay.v1.RelayService/GrantRead',
+                request_serializer=seedrelay_dot_v1_dot_relay__pb2.GrantReadRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_relay__pb2.GrantReadResponse.FromString,
+                _registered_method=True)
         self.Pull = channel.unary_stream(
                 '/seedrelay.v1.RelayService/Pull',
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.PullRequest.SerializeToString,
@@ -176,6 +181,19 @@ class RelayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GrantRead(self, request, context):
+        """Grants connections to the data port: raw sockets, on which blocks of one
+        rank are read under a lease. A grant serves for one connection, which must
+        be made within `expiry`.
+
+        Fails with `FAILED_PRECONDITION` when the lease has ended or the epoch of
+        the source has changed, with `INVALID_ARGUMENT` for blocks that there
+        aren't, and with `RESOURCE_EXHAUSTED` when no more connections are possible.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Pull(self, request, context):
         """Fills an attached target from a source and streams the progress. The last
         message carries the report. Blocks that fail their digest are read again
@@ -252,6 +270,11 @@ def add_RelayServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseResponse.SerializeToString,
+            ),
+            'GrantRead': grpc.unary_unary_rpc_method_handler(
+                    servicer.GrantRead,
+                    request_deserializer=seedrelay_dot_v1_dot_relay__pb2.GrantReadRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_relay__pb2.GrantReadResponse.SerializeToString,
             ),
             'Pull': grpc.unary_stream_rpc_method_handler(
                     servicer.Pull,
@@ -509,6 +532,33 @@ class RelayService:
             '/seedrelay.v1.RelayService/ReleaseLease',
             seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseRequest.SerializeToString,
             seedrelay_dot_v1_dot_relay__pb2.ReleaseLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GrantRead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.RelayService/GrantRead',
+            seedrelay_dot_v1_dot_relay__pb2.GrantReadRequest.SerializeToString,
+            seedrelay_dot_v1_dot_relay__pb2.GrantReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,30 @@
+"""Describes a holding as it is announced. Plain Python."""
+
+from __future__ import annotations
+
+from relay_service.core.holding import Holding
+from relay_service.core.instance import Artifact, Instance, RankBlocks
+
+
+def record(holding: Holding, address: str, leases: int) -> Instance:
+    """Returns the record of an attached instance, which is found at `address`."""
+    offer = holding.offered.now
+    return Instance(
+        instance=holding.name, generation=holding.generation, model=holding.model,
+        state=holding.state, format=holding.attach.format, placement=holding.placement,
+        weights=holding.weights, address=address, leases=leases,
+        ranks=tuple(_rank_blocks(holding, rank) for rank in range(len(holding.manifests))),
+        artifacts=tuple(
+            Artifact(name, len(data), sha) for sha, (name, data) in holding.artifacts.items()
+        ),
+        filling=offer.filling if offer else None,
+    )  # fmt: skip
+
+
+def _rank_blocks(holding: Holding, rank: int) -> RankBlocks:
+    manifest, whole = holding.manifests[rank], holding.is_whole(rank)
+    have = manifest.block_count if whole else 0
+    if holding.receivers:
+        have = holding.receivers[rank].blocks_verified
+    digest = manifest.digest if whole else ""
+    return RankBlocks(rank, have, manifest.block_count, manifest.data_bytes, digest)

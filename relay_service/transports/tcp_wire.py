@@ -1,0 +1,176 @@
+"""Frames on a socket, and sockets that wait for a peer no longer than they must. Plain Python.
+
+A reader shows its grant (`MAGIC` and the token), and is told `WELCOME`. Then it asks for runs
+of blocks, `READ first count`, as many as it likes; each block comes as `DATA block nbytes`,
+its bytes, and `GOOD block epoch` once they are known not to have changed meanwhile. Where
+either cannot be, `FAILED` comes instead, with the reason, and is the last. `WAIT` says that
+the source waits itself. Who leaves without `DONE` may have died: its lease ends soon. All
+numbers are little-endian. Nothing here is as long as a peer says: a reader knows how long
+each block is, and a reason has a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from relay_service.core.grants import TOKEN_BYTES
+from relay_service.transports.tcp_connect import cut
+
+MAGIC = b"SEEDTCP1"
+HELLO_BYTES = len(MAGIC) + TOKEN_BYTES
+REASON_BYTES = 1024
+STEP_SECONDS = 1.0
+"""Longest that a call waits. A process that was stopped itself finds one step gone when it
+wakes, and hears what came meanwhile before it blames anybody."""
+_LAST_READS = 16
+_FRAME = struct.Struct("<I4xQQ")
+FRAME_BYTES = _FRAME.size
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    WELCOME = 1
+    READ = 2
+    DATA = 3
+    GOOD = 4
+    WAIT = 5
+    FAILED = 6
+    DONE = 7
+
+
+_Some = Callable[[Sequence[memoryview]], int]
+Frame = tuple[int, int, int]
+"""Kind and its two numbers; of `FAILED` the length of its reason."""
+
+
+def pack(kind: Kind, first: int = 0, second: int = 0) -> bytes:
+    """Returns a frame."""
+    return _FRAME.pack(kind, first, second)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Frame:
+    """Reads a frame; its kind may be none that there is."""
+    kind, first, second = _FRAME.unpack(data)
+    return kind, first, second
+
+
+class Wire:
+    """A connected socket, for one thread at a time; any thread may `interrupt`."""
+
+    def __init__(self, sock: socket.socket, patience_seconds: float) -> None:
+        """Takes the socket over."""
+        self._sock = sock
+        self.patience_seconds = patience_seconds
+        self._frame = bytearray(FRAME_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._bound_waits()
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Sends all parts.
+
+        Raises `ConnectionError` when the peer has gone, `TimeoutError` when it takes too long.
+        """
+        self._pass([memoryview(part) for part in parts], self._send_some)
+
+    def receive(self, *parts: bytearray | memoryview) -> None:
+        """Fills all parts. Raises what `send` does."""
+        self._pass([memoryview(part) for part in parts], self._receive_some)
+
+    def receive_frame(self) -> Frame:
+        """Receives one frame."""
+        self.receive(self._frame)
+        return unpack(self._frame)
+
+    def send_last(self, data: bytes) -> None:
+        """Sends the last that there is to say, and waits a moment until the peer has left.
+
+        What it has said meanwhile, unread, would make the kernel drop what we said.
+        """
+        self.send(data)
+        socket.socket.shutdown(self._sock, socket.SHUT_WR)
+        rest = memoryview(bytearray(FRAME_BYTES * 1024))
+        with contextlib.suppress(OSError):
+            for _ in range(_LAST_READS):
+                if not self._receive_some([rest]):
+                    break
+
+    def interrupt(self) -> None:
+        """Ends the connection both ways: whoever waits on it hears that it was lost."""
+        cut(self._sock)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._sock.close()
+
+    def _pass(self, parts: list[memoryview], some: _Some) -> None:
+        waited = 0.0
+        while parts:
+            began = time.monotonic()
+            try:
+                count = some(parts)
+            except (BlockingIOError, TimeoutError):
+                count = 0
+            else:
+                if not count:
+                    raise ConnectionResetError("the connection was lost")
+            parts = _rest(parts, count)
+            waited += min(time.monotonic() - began, STEP_SECONDS)
+            if parts and waited >= self.patience_seconds:
+                raise TimeoutError(f"silent for {self.patience_seconds:g} s")
+
+    def _bound_waits(self) -> None:
+        # By the kernel, not by `settimeout`: that would poll before each call, and would not
+        # let one call wait until all is there.
+        self._sock.settimeout(None)
+        step = min(STEP_SECONDS, self.patience_seconds)
+        bound = struct.pack("ll", int(step), int(step % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, bound)
+
+    def _send_some(self, parts: Sequence[memoryview]) -> int:
+        return self._sock.sendmsg(parts)
+
+    def _receive_some(self, parts: Sequence[memoryview]) -> int:
+        return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+
+
+class TlsWire(Wire):
+    """The same over TLS, which gathers and scatters nothing."""
+
+    def __init__(self, sock: ssl.SSLSocket, patience_seconds: float) -> None:
+        super().__init__(sock, patience_seconds)
+        self._tls = sock
+
+    def _bound_waits(self) -> None:
+        self._sock.settimeout(min(STEP_SECONDS, self.patience_seconds))
+
+    def _send_some(self, parts: Sequence[memoryview]) -> int:
+        return self._tls.send(parts[0])
+
+    def _receive_some(self, parts: Sequence[memoryview]) -> int:
+        return self._tls.recv_into(parts[0])
+
+
+def wrap(sock: socket.socket, patience_seconds: float) -> Wire:
+    """Returns a wire of a connected socket, with or without TLS."""
+    if isinstance(sock, ssl.SSLSocket):
+        return TlsWire(sock, patience_seconds)
+    return Wire(sock, patience_seconds)
+
+
+def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
+    """Returns what is left of parts after so many bytes."""
+    left = []
+    for part in parts:
+        done = min(count, len(part))
+        count -= done
+        if done < len(part):
+            left.append(part[done:])
+    return left
