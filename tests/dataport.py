@@ -145,7 +145,7 @@ class Script:
         """Leads to the script."""
         return self.address
 
-    async def open(self, _source, _holder, *, yields=False) -> Script:  # noqa: ARG002
+    async def open(self, _source, _holder, *, yields=False) -> Script:
         """Is its own session."""
         return self
 

@@ -72,8 +72,10 @@ class DirectoryFleet:
             while True:
                 await self._announce(self._own())
                 await asyncio.sleep(LEAST_SECONDS)
+                # Unlike `wait_for`, which forgets that it was cancelled when news come just then.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RENEW_SECONDS - LEAST_SECONDS)
+                    async with asyncio.timeout(RENEW_SECONDS - LEAST_SECONDS):
+                        await self._changed.wait()
                 self._changed.clear()
         finally:
             await self._announce([])
