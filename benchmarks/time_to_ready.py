@@ -5,7 +5,7 @@ Real services on loopback, one seed per model, and in every round a fresh instan
     disk_cold    from disk, after the pages of its files were dropped (and proven gone)
     disk_warm    from disk, with all its files in the page cache
     relay        from the seed through the relay of its host, into an empty folder (shm)
-    relay_grpc   the same through a relay of another host; in a few rounds
+    relay_tcp    the same through a relay of another host; in a few rounds
 
 Correct is a first answer of the seed's very tokens. The phases are the engine's own
 (`GetStatus`); a table's columns may overlap: memory is allocated, and weights land, while
@@ -55,7 +55,7 @@ PHASES = {
 READY_SECONDS = 120.0
 SAMPLE_SECONDS = 0.01
 TOKENS = 8
-GRPC_ROUNDS = 3
+TCP_ROUNDS = 3
 PROMPT = "Why is the sea salty?"
 
 
@@ -99,8 +99,8 @@ class Bench:
         for number in range(1, self.model.rounds + 1):
             rows += [await self._disk(number, cold=True), await self._disk(number, cold=False)]
             rows.append(await self._relay(number, "relay", self.near))
-            if number <= GRPC_ROUNDS:
-                rows.append(await self._relay(number, "relay_grpc", self.far))
+            if number <= TCP_ROUNDS:
+                rows.append(await self._relay(number, "relay_tcp", self.far))
         return rows
 
     async def _disk(self, number: int, *, cold: bool) -> table.Row:
@@ -255,7 +255,7 @@ def main() -> None:
         weighed = {m.name: {"weight_bytes": m.weight_bytes, "rounds": m.rounds} for m in chosen}
     settings = {
         "models": weighed,
-        "rounds_relay_grpc": min(GRPC_ROUNDS, chosen[0].rounds), "threads": 1,
+        "rounds_relay_tcp": min(TCP_ROUNDS, chosen[0].rounds), "threads": 1,
         "kv_cache_tokens": 4096, "tokens_compared": TOKENS, "prompt": PROMPT,
         "seconds_whole": time.monotonic() - began,
         "weights": "disk: the phase load; relay: land, that is matching, mapping, moving and "

@@ -42,10 +42,10 @@ def test_time_to_ready_runs() -> None:
         "ready_disk_cold_over_relay", "relay_extra_bytes",
     } <= written["figures"].keys()  # fmt: skip
     rows = {row["path"]: row for row in written["rows"]}
-    assert rows.keys() == {"disk_cold", "disk_warm", "relay", "relay_grpc"}
+    assert rows.keys() == {"disk_cold", "disk_warm", "relay", "relay_tcp"}
     assert rows["disk_cold"]["device_mib"] > rows["relay"]["device_mib"]
     assert rows["relay"]["transport"] == "shm"
-    assert rows["relay_grpc"]["transport"] == "grpc"
+    assert rows["relay_tcp"]["transport"] == "tcp"
 
 
 @pytest.mark.full
