@@ -4,13 +4,13 @@ Every method moves the same bytes out of one sealed arena, in interleaved rounds
 
     memcpy       one thread, all at once, mapped memfd to mapped memfd; memcpy_torch: by copy_
     shm, tcp_N, grpc   a pull through real relay processes, every block verified as it lands
-    bare_sockets_N     1 MiB at a time, arena to arena, N connections, not verified
+    bare_sockets_N     1 MiB at a time, arena to arena, N connections, not verified;
+                       bare_sockets_lowat_N: woken for 256 KiB at a time, as tcp is
     bare_grpc    1 MiB messages through grpc.aio with our options, copied in, not verified
     gloo         isend and irecv of all pieces at once between two processes, not verified
 
-All fill the same pages, those of one arena; for a pull it is attached as a new dummy.
-Before each move it is zeroed, after it its bytes are compared with the source; neither
-is timed.
+All fill the same pages, those of one arena; for a pull it is attached as a new dummy. Before each
+move it is zeroed, after it its bytes are compared with the source; neither is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.transport_peers import (
     CONNECTIONS,
-    PIECE_BYTES,
+    GLOO_PIECE_BYTES,
     UNIT_BYTES,
     Shared,
     attach,
@@ -54,6 +54,7 @@ GOALS = {
     "shm_over_memcpy": ">= 0.75",
     "grpc_over_bare_grpc": ">= 0.9",
     "tcp_over_bare_sockets": ">= 0.9",
+    "tcp_over_bare_sockets_lowat": ">= 0.9",
     "tcp_over_gloo": ">= 1.0",
     "seed_cpu_seconds_per_gib_shm": "<= 0.02",
 }
@@ -65,6 +66,7 @@ COLUMNS = {
     "target_cpu_seconds_per_gib": "target CPU s/GiB",
     "seed_cpu_seconds_per_gib": "seed CPU s/GiB",
 }
+BARE_SOCKETS = ("bare_sockets", "bare_sockets_lowat")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -177,7 +179,7 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
         _, _, seed = start(table.peer(be_seed, near.address, units))
         bench = Bench(seed)
         server, _, address = start(table.peer(be_bare_server, seed))
-        client, bare, _ = start(table.peer(be_bare_client, bench.shared, address))
+        client, called, _ = start(table.peer(be_bare_client, bench.shared, address))
         near_end, _, port = start(table.peer(be_socket_server, seed))
         far_end, sockets, _ = start(table.peer(be_socket_client, bench.shared, port))
         gloo = [
@@ -185,17 +187,15 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
             for rank in (0, 1)
         ]
         (sender, send, _), (receiver, receive, _) = gloo
+        bare = [f"{name}_{n}" for name in BARE_SOCKETS for n in CONNECTIONS]
         methods = [
             Method("memcpy", [], [os.getpid()], bench.emptied, bench.memcpy),
             bench.by_peers("memcpy_torch", [], receiver, [receive]),
             bench.by_relays("shm", seed.pid, near),
             *(bench.by_relays(f"tcp_{n}", near.pid, fars[n]) for n in CONNECTIONS),
-            *(
-                bench.by_peers(f"bare_sockets_{n}", [near_end], far_end, [sockets])
-                for n in CONNECTIONS
-            ),
+            *(bench.by_peers(name, [near_end], far_end, [sockets]) for name in bare),
             bench.by_relays("grpc", near.pid, fars[1]),
-            bench.by_peers("bare_grpc", [server], client, [bare]),
+            bench.by_peers("bare_grpc", [server], client, [called]),
             bench.by_peers("gloo", [sender], receiver, [send, receive]),
         ]
         # The first round connects, warms up, and does not count.
@@ -206,16 +206,16 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
 def figures(rows: list[table.Row]) -> dict[str, float]:
     """Draws the figures from the rows."""
     seed = [row["seed_cpu_seconds_per_gib"] for row in rows if row["method"] == "shm"]
-    tcp, bare_sockets = f"tcp_{DATA_CONNECTIONS}", f"bare_sockets_{DATA_CONNECTIONS}"
+    tcp = f"tcp_{DATA_CONNECTIONS}"
     pairs = [("shm", "memcpy"), ("grpc", "bare_grpc"), ("grpc", "memcpy"), ("gloo", "memcpy"),
              ("shm", "gloo"), ("grpc", "gloo"), ("memcpy_torch", "memcpy"), (tcp, "memcpy"),
-             *((f"tcp_{n}", f"bare_sockets_{n}") for n in CONNECTIONS)]  # fmt: skip
+             *((f"tcp_{n}", f"{b}_{n}") for n in CONNECTIONS for b in BARE_SOCKETS)]  # fmt: skip
 
     def ratio(one: str, other: str) -> float:
         return table.median_ratio(rows, one, other, "gib_per_second")
 
     return {
-        "tcp_over_bare_sockets": ratio(tcp, bare_sockets),
+        **{f"tcp_over_{bare}": ratio(tcp, f"{bare}_{DATA_CONNECTIONS}") for bare in BARE_SOCKETS},
         "tcp_over_gloo": ratio(tcp, "gloo"),
         **{f"{one}_over_{other}": ratio(one, other) for one, other in pairs},
         "seed_cpu_seconds_per_gib_shm": sum(seed) / len(seed),
@@ -234,7 +234,7 @@ def main() -> None:
         rows = asyncio.run(compare(units, rounds, Path(folder)))
     settings = {
         "pages": "of one arena, long since touched: a first fill into fresh memory is slower",
-        "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": PIECE_BYTES,
+        "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": GLOO_PIECE_BYTES,
         "connections": DATA_CONNECTIONS,
         "seconds": "shm, tcp, grpc: seconds_transfer of the report, from the first block asked for "
         "to the last one verified; others: from the first byte to the last one, connected before",

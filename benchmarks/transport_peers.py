@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,9 +35,10 @@ from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
 from relay_service.memory.host import HostArena, create_memfd, seal
 from relay_service.rpc.server import bind, new_server
+from relay_service.transports.tcp_wire import PIECE_BYTES
 
 UNIT_BYTES = (62 << 20) + (8 << 10)  # its last block is a short one
-PIECE_BYTES = 16 << 20
+GLOO_PIECE_BYTES = 16 << 20
 CONNECTIONS = tuple(sorted({1, 2, 4, DATA_CONNECTIONS}))
 _RANGE = struct.Struct("<QQ")
 
@@ -167,17 +168,31 @@ def be_socket_server(pipe: Connection, seed: Shared) -> None:
 
 
 def be_socket_client(pipe: Connection, scratch: Shared, address: tuple[str, int]) -> None:
-    """Receives all ranges in their places, over as many connections as the command says."""
+    """Receives all ranges in their places, over as many connections as the command says.
+
+    As simply as it goes, or woken as seldom as our own reader is.
+    """
     arena = scratch.map(writable=True)
+
+    def fill(sock: socket.socket, start: int, end: int) -> None:
+        if sock.recv_into(arena.view(start, end - start), 0, socket.MSG_WAITALL) != end - start:
+            raise SystemExit("bare sockets: cut short")
 
     def receive(sock: socket.socket, start: int, end: int) -> None:
         sock.sendall(_RANGE.pack(start, end))
         for offset in range(start, end, BLOCK_BYTES):
-            nbytes = min(BLOCK_BYTES, end - offset)
-            if sock.recv_into(arena.view(offset, nbytes), 0, socket.MSG_WAITALL) != nbytes:
-                raise SystemExit("bare sockets: cut short")
+            fill(sock, offset, min(offset + BLOCK_BYTES, end))
 
-    def move(connections: int) -> float:
+    def receive_lowat(sock: socket.socket, start: int, end: int) -> None:
+        sock.sendall(_RANGE.pack(start, end))
+        last = end - PIECE_BYTES
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PIECE_BYTES)
+        for offset in range(start, last, BLOCK_BYTES):
+            fill(sock, offset, min(offset + BLOCK_BYTES, last))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        fill(sock, last, end)
+
+    def move(connections: int, receive: Callable[[socket.socket, int, int], None]) -> float:
         with contextlib.ExitStack() as stack:
             connect = socket.create_connection
             socks = [stack.enter_context(connect(address)) for _ in range(connections)]
@@ -191,7 +206,11 @@ def be_socket_client(pipe: Connection, scratch: Shared, address: tuple[str, int]
             return time.perf_counter() - began
 
     pipe.send("ready")
-    table.answer(pipe, {f"bare_sockets_{n}": partial(move, n) for n in CONNECTIONS})
+    ways = {"bare_sockets": receive, "bare_sockets_lowat": receive_lowat}
+    table.answer(
+        pipe,
+        {f"{name}_{n}": partial(move, n, way) for name, way in ways.items() for n in CONNECTIONS},
+    )
 
 
 def be_gloo(pipe: Connection, rank: int, store: str, seed: Shared, scratch: Shared) -> None:
@@ -212,9 +231,9 @@ def be_gloo(pipe: Connection, rank: int, store: str, seed: Shared, scratch: Shar
         distributed.barrier()
         began = time.perf_counter()
         if rank == 0:
-            works = [distributed.isend(piece, 1) for piece in source.split(PIECE_BYTES)]
+            works = [distributed.isend(piece, 1) for piece in source.split(GLOO_PIECE_BYTES)]
         else:
-            works = [distributed.irecv(piece, 0) for piece in target.split(PIECE_BYTES)]
+            works = [distributed.irecv(piece, 0) for piece in target.split(GLOO_PIECE_BYTES)]
         for work in works:
             work.wait()
         return time.perf_counter() - began

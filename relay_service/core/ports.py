@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from relay_service.core.copies import Copy
@@ -18,18 +19,30 @@ Raises `CorruptBlock` when the bytes are wrong.
 """
 
 
+@dataclass(frozen=True)
+class Place:
+    """The memory where a block belongs, lent to one who receives it there."""
+
+    memory: memoryview
+    landed: Callable[[bytes], None]
+    """Takes the digest of what lies there now, made while it was in cache.
+
+    Raises `CorruptBlock` for another one than it should be. What was not said to have landed
+    counts for nothing.
+    """
+
+
 @runtime_checkable
 class LandInPlace(Protocol):
     """A `Land` that also lends the memory where a block belongs, to receive it there."""
 
     def __call__(self, index: int, data: memoryview, /) -> None:
-        """Takes a block, from elsewhere or in the very memory that `place` has lent."""
+        """Takes a block from elsewhere."""
 
-    def place(self, index: int) -> AbstractContextManager[memoryview | None]:
-        """Lends the memory of a block for one attempt to receive and land it.
+    def place(self, index: int) -> AbstractContextManager[Place | None]:
+        """Lends the memory of a block for one attempt to receive it.
 
-        None where it can only be landed from elsewhere. Whatever lies there counts for nothing
-        until it has been landed.
+        None where it can only be landed from elsewhere.
         """
 
 
@@ -50,10 +63,7 @@ class Arena(Protocol):
         """Returns writable memory of the data to receive into; None where only `land` writes."""
 
     def land(self, offset: int, data: memoryview) -> bytes:
-        """Copies a block in and returns the digest of what landed, in one pass.
-
-        What was received in its place is not copied.
-        """
+        """Copies a block in and returns the digest of what landed, in one pass."""
 
     def scatter(self, block: memoryview, pieces: Sequence[Copy]) -> bool:
         """Copies runs in, their source offsets from the start of `block`, and waits for them.

@@ -12,7 +12,7 @@ from relay_service.core.instance import Instance
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target, placed_otherwise
-from relay_service.core.ports import SourceSession
+from relay_service.core.ports import Place, SourceSession
 from relay_service.core.pull_report import PathStep, PullReport
 from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
@@ -50,7 +50,7 @@ class Copied:
         """Flat indexes of the blocks of a rank that have not come, in order."""
         return self._receivers[rank].missing
 
-    def place(self, rank: int, index: int) -> AbstractContextManager[memoryview | None]:
+    def place(self, rank: int, index: int) -> AbstractContextManager[Place | None]:
         """Lends the memory where a block belongs; see `Receiver.place`."""
         return self._receivers[rank].place(index)
 
@@ -73,7 +73,7 @@ class LandRank:
         """Lands and verifies one block."""
         self.way.land(self.rank, index, data)
 
-    def place(self, index: int) -> AbstractContextManager[memoryview | None]:
+    def place(self, index: int) -> AbstractContextManager[Place | None]:
         """Lends the memory where a block belongs."""
         return self.way.place(self.rank, index)
 

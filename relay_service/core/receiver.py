@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from relay_service.core.copies import Copy
 from relay_service.core.digests import block_digest
 from relay_service.core.layout import gaps
 from relay_service.core.manifest import Manifest
-from relay_service.core.ports import Arena
+from relay_service.core.ports import Arena, Place
 from relay_service.errors import CorruptBlock, InvalidRequest
 
 
@@ -48,8 +49,8 @@ class Receiver:
         self._beside = beside or layout.without_digests()
         self.verified = list(verified or [b""] * layout.block_count)
         """Digest of each block that has landed; empty for a missing one."""
-        self._lent: dict[int, memoryview] = {}
-        """Memory of blocks that somebody receives in their place."""
+        self._lent: set[int] = set()
+        """Blocks that somebody receives in their place."""
         self._lock = threading.Lock()
         self.on_verified: Callable[[], None] = lambda: None
         """Called, from any thread, after a block has become verified."""
@@ -89,8 +90,8 @@ class Receiver:
         return self._expected is not None and self.blocks_verified == self.layout.block_count
 
     @contextmanager
-    def place(self, index: int) -> Iterator[memoryview | None]:
-        """Lends the memory of a block to one who receives it there, and then lands it.
+    def place(self, index: int) -> Iterator[Place | None]:
+        """Lends the memory of a block to one who receives it there.
 
         None for a block that is verified, or that another one receives in its place.
         """
@@ -99,13 +100,13 @@ class Receiver:
             free = not self.verified[index] and index not in self._lent
             memory = self._arena.place(block.offset, block.nbytes) if free else None
             if memory is not None:
-                self._lent[index] = memory
+                self._lent.add(index)
         try:
-            yield memory
+            yield None if memory is None else Place(memory, partial(self._landed, index))
         finally:
             if memory is not None:
                 with self._lock:
-                    del self._lent[index]
+                    self._lent.discard(index)
 
     def land(self, index: int, data: memoryview) -> None:
         """Lands one block and verifies what landed, in one pass.
@@ -119,7 +120,7 @@ class Receiver:
         block = self.layout.block(index)
         if len(data) != block.nbytes:
             raise InvalidRequest(f"block {index}: {len(data)} bytes, expected {block.nbytes}")
-        if self._lent.get(index, data) is not data:
+        if index in self._lent:
             with self._lock:
                 self.bytes_moved += block.nbytes
                 self.bytes_reread += block.nbytes
@@ -127,13 +128,7 @@ class Receiver:
         again = bool(self.verified[index])
         with self._lock:  # while it is written over nobody may take it for verified
             self._forget(index, block.nbytes)
-        digest = self._arena.land(block.offset, data)
-        good = digest == self._expected.block_digest(index)
-        with self._lock:
-            self._count(index, digest, block.nbytes, good=good, again=again)
-        self.on_verified()
-        if not good:
-            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
+        self._landed(index, self._arena.land(block.offset, data), again=again)
 
     def expect_pieces(self, *, keep: bool) -> None:
         """Prepares for weights that come in pieces: keeps the blocks that are whole, or none.
@@ -165,6 +160,15 @@ class Receiver:
     def manifest(self) -> Manifest:
         """Returns the manifest of what has landed; complete receivers only."""
         return self.layout.with_digests(self.verified)
+
+    def _landed(self, index: int, digest: bytes, *, again: bool = False) -> None:
+        """Takes note of what lies in the place of a block now. Raises `CorruptBlock`."""
+        good = self._expected is not None and digest == self._expected.block_digest(index)
+        with self._lock:
+            self._count(index, digest, self.layout.block(index).nbytes, good=good, again=again)
+        self.on_verified()
+        if not good:
+            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
 
     def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool, again: bool) -> None:
         self.bytes_moved += nbytes

@@ -172,13 +172,9 @@ class HostArena:
         return self.view(offset, nbytes) if self.writable else None
 
     def land(self, offset: int, data: memoryview | bytes) -> bytes:
-        """Copies a block into the arena and digests what landed, while it is in cache.
-
-        What was received in its place stays as it is.
-        """
-        landed, source = self.view(offset, len(data)), address_of(data)
-        if source != self.address + offset:
-            ctypes.memmove(self.address + offset, source, len(data))
+        """Copies a block into the arena and digests what landed, while it is in cache."""
+        landed = self.view(offset, len(data))
+        ctypes.memmove(self.address + offset, address_of(data), len(data))
         return block_digest(landed)
 
     def scatter(self, block: memoryview | bytes, pieces: Sequence[Copy]) -> bool:

@@ -5,12 +5,13 @@ Plain Python and sockets; all of it runs on a thread of the reader's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from relay_service.core.digests import block_hasher
 from relay_service.core.grants import runs_of
 from relay_service.core.manifest import BLOCK_BYTES, Manifest
-from relay_service.core.ports import Land, LandInPlace
+from relay_service.core.ports import Land, LandInPlace, Place
 from relay_service.errors import EpochChanged, LeaseEnded, NotYet, RelayError, SourceFailed
 from relay_service.transports.tcp_wire import (
     FRAME_BYTES,
@@ -70,15 +71,27 @@ class BlockReader:
         nbytes = self._manifest.block(index).nbytes
         if frame != (Kind.DATA, index, nbytes):
             raise self._failure(frame)
-        with self._place(index) as memory:
-            data = self._elsewhere(nbytes) if memory is None else memory
-            self._wire.receive(data, self._verdict)
-            verdict = unpack(self._verdict)
-            if verdict != (Kind.GOOD, index, self._epoch):
-                raise self._failure(verdict)
-            self._land(index, data)
+        with self._place(index) as place:
+            if place:
+                hasher = block_hasher()
+                self._receive_data(index, place.memory, hasher.update)
+                place.landed(hasher.digest())
+            else:
+                data = self._elsewhere(nbytes)
+                self._receive_data(index, data, lambda _: None)
+                self._land(index, data)
 
-    def _place(self, index: int) -> AbstractContextManager[memoryview | None]:
+    def _receive_data(
+        self, index: int, data: memoryview, came: Callable[[memoryview], None]
+    ) -> None:
+        """Receives a block, each piece of which `came`, and what the source says of it."""
+        for piece in self._wire.receive_pieces(data, self._verdict):
+            came(piece)
+        verdict = unpack(self._verdict)
+        if verdict != (Kind.GOOD, index, self._epoch):
+            raise self._failure(verdict)
+
+    def _place(self, index: int) -> AbstractContextManager[Place | None]:
         return self._in_place.place(index) if self._in_place else nullcontext()
 
     def _elsewhere(self, nbytes: int) -> memoryview:

@@ -17,7 +17,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from relay_service.core.grants import TOKEN_BYTES
 from relay_service.transports.tcp_connect import cut
@@ -28,6 +28,8 @@ REASON_BYTES = 1024
 STEP_SECONDS = 1.0
 """Longest that a call waits. A process that was stopped itself finds one step gone when it
 wakes, and hears what came meanwhile before it blames anybody."""
+PIECE_BYTES = 256 << 10
+"""What is received at a time: small enough to be in cache still when it is digested."""
 _LAST_READS = 16
 _FRAME = struct.Struct("<I4xQQ")
 FRAME_BYTES = _FRAME.size
@@ -83,6 +85,24 @@ class Wire:
         """Fills all parts. Raises what `send` does."""
         self._pass([memoryview(part) for part in parts], self._receive_some)
 
+    def receive_pieces(
+        self, data: memoryview, after: bytearray | memoryview
+    ) -> Iterator[memoryview]:
+        """Fills `data` and what comes `after` it; yields each piece of `data` when it is there.
+
+        Raises what `send` does.
+        """
+        *most, last = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+        # Being woken costs both ends more than the bytes that one is woken for. Never more than
+        # what still comes for certain: the last piece is waited for with nothing behind it.
+        self._wake_at(len(last))
+        for piece in most:
+            self.receive(piece)
+            yield piece
+        self._wake_at(1)
+        self.receive(last, after)
+        yield last
+
     def receive_frame(self) -> Frame:
         """Receives one frame."""
         self.receive(self._frame)
@@ -134,6 +154,10 @@ class Wire:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._sock.setsockopt(socket.SOL_SOCKET, option, bound)
 
+    def _wake_at(self, nbytes: int) -> None:
+        """Has the kernel wake whoever receives only when so many bytes are there."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
     def _send_some(self, parts: Sequence[memoryview]) -> int:
         return self._sock.sendmsg(parts)
 
@@ -150,6 +174,9 @@ class TlsWire(Wire):
 
     def _bound_waits(self) -> None:
         self._sock.settimeout(min(STEP_SECONDS, self.patience_seconds))
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Does nothing: what the kernel has is not what there is to read."""
 
     def _send_some(self, parts: Sequence[memoryview]) -> int:
         return self._tls.send(parts[0])
