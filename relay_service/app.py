@@ -42,7 +42,8 @@ class Relay:
         credentials = Credentials(config.security, "relay")
         self._server = rpc.new_server(credentials)
         self.address = rpc.bind(self._server, config.listen, credentials)
-        self.holdings, grants = Holdings(), Grants()
+        per_instance = config.egress_limit_per_instance_bytes_per_second
+        self.holdings, grants = Holdings(per_instance), Grants()
         known_as = config.advertise or self.address
         registry, egress = Registry(), TokenBucket(config.egress_limit_bytes_per_second)
         host = self.address.rpartition(":")[0]
@@ -60,7 +61,9 @@ class Relay:
             over_grpc, _tls(config.security, ssl.Purpose.SERVER_AUTH), config.data_connections
         )
         self.transfers = Transfers(
-            self._fleet, [ShmTransport(self.holdings, egress), over_tcp, over_grpc]
+            self._fleet,
+            [ShmTransport(self.holdings, egress), over_tcp, over_grpc],
+            TokenBucket(config.ingress_limit_bytes_per_second),
         )
         path = socket_path(self.address)
         self._attach_server = AttachServer(path, self.holdings, self.transfers, map_arena)

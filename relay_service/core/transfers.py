@@ -18,6 +18,7 @@ from relay_service.core.offer import Offer
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions, PullReport
+from relay_service.core.rate import TokenBucket
 from relay_service.core.tally import Tally
 from relay_service.errors import InvalidRequest
 
@@ -59,8 +60,12 @@ class Transfer:
 class Transfers:
     """Starts pulls, and ends them before their memory goes away."""
 
-    def __init__(self, fleet: Fleet, transports: list[Transport]) -> None:
+    def __init__(
+        self, fleet: Fleet, transports: list[Transport], ingress: TokenBucket | None = None
+    ) -> None:
+        """Pulls over the first of `transports` that reaches, all together within `ingress`."""
         self._fleet = fleet
+        self._ingress = ingress
         self._transports = transports
         self.running: list[Transfer] = []
         self._ended_tally = Tally()
@@ -79,8 +84,9 @@ class Transfers:
         receivers = space.open_receivers()
         offer = partial(self._offer, holding) if space is holding else None
         puller = Puller(
-            target, receivers, self._fleet, self._transports, options, space.landed, offer
-        )
+            target, receivers, self._fleet, self._transports, options, space.landed, offer,
+            self._ingress,
+        )  # fmt: skip
         name, context = secrets.token_hex(6), copy_context()
         context.run(transfer_id.set, name)
         running = self._run(space, puller)
