@@ -158,7 +158,12 @@ def relay(
         int,
         typer.Option(help="Connections, 1 to 4, to read from a data port over; 0 to choose."),
     ] = 0,
-    join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Relay that is the directory, HOST:PORT; several by commas, or repeated."
+        ),
+    ] = None,
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
         str, typer.Option(help="Such as 250MiB/s, for all readers; 0 for no limit.")
@@ -191,7 +196,7 @@ def relay(
         config = RelayConfig(
             listen=listen, data_listen=data_listen,
             data_connections=data_connections or DATA_CONNECTIONS,
-            join=join, advertise=advertise, grace_seconds=grace,
+            join=",".join(join or ()), advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
             egress_limit_per_instance_bytes_per_second=parse_rate(egress_limit_per_instance),
             ingress_limit_bytes_per_second=parse_rate(ingress_limit),

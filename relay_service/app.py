@@ -55,6 +55,7 @@ class Relay:
         self._fleet = DirectoryFleet(
             known_as, uuid.uuid4().hex, config.join, registry,
             lambda: self.holdings.records(known_as), credentials,
+            lambda: self.transfers.states(),  # noqa: PLW0108 - they need the fleet first
         )  # fmt: skip
         over_grpc = GrpcTransport(credentials)
         over_tcp = TcpTransport(
@@ -93,7 +94,7 @@ class Relay:
         await self._server.start()
         self._background = [
             asyncio.create_task(self._fleet.keep_announced()),
-            asyncio.create_task(_sweep(self.holdings)),
+            asyncio.create_task(_sweep(self.holdings, self.transfers)),
             asyncio.create_task(self._data_server.accept()),
         ]
 
@@ -138,7 +139,8 @@ def _tls(security: Security, purpose: ssl.Purpose) -> TlsContexts | None:
     return TlsContexts(security, purpose) if security.tls else None
 
 
-async def _sweep(holdings: Holdings) -> None:
+async def _sweep(holdings: Holdings, transfers: Transfers) -> None:
     while True:
         await asyncio.sleep(RENEW_SECONDS)
         holdings.sweep()
+        transfers.states()  # whoever asks for rates seldom gets those of the last seconds, too

@@ -27,7 +27,7 @@ class RelayConfig:
     data_connections: int = DATA_CONNECTIONS
     """Connections over which its targets read from a data port, at most."""
     join: str = ""
-    """Address of the directory; empty when this relay is the directory."""
+    """Addresses of the directories, separated by commas; empty when this relay is the directory."""
     advertise: str = ""
     """Address under which other relays reach this one; empty for the listening one."""
     egress_limit_bytes_per_second: int = 0

@@ -75,8 +75,9 @@ class Holdings:
     def records(self, address: str) -> list[Instance]:
         """Describes every attached instance as it is announced."""
         return [
-            record(holding, address, self.leases.count(holding.name, holding.generation))
+            record(holding, address, len(held), held)
             for holding in self._attached.values()
+            for held in [self.leases.held(holding.name, holding.generation)]
         ]
 
     def acquire(

@@ -72,7 +72,7 @@ class Puller:
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
-                while not await self._drain(*await self._search.next(self._blocks_verified)):
+                while not await self._drain(*await self._search.next(self.blocks_verified)):
                     pass
         except TimeoutError:
             raise PullTimeout(
@@ -107,7 +107,8 @@ class Puller:
         return sum(receiver.bytes_verified for receiver in self.receivers)
 
     @property
-    def _blocks_verified(self) -> int:
+    def blocks_verified(self) -> int:
+        """Blocks that are right in the arenas, those of earlier pulls included."""
         return sum(receiver.blocks_verified for receiver in self.receivers)
 
     async def _drain(self, source: Instance, yields: bool) -> bool:  # noqa: FBT001

@@ -14,7 +14,7 @@ from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
 from relay_service.errors import InvalidRequest, ManifestError
-from relay_service.rpc import convert
+from relay_service.rpc import convert, convert_manifest
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 
@@ -35,8 +35,8 @@ def test_a_manifest_round_trips():
     """A manifest with every kind of tensor arrives as it was sent, verified or not."""
     layout = seam_layout(rank=2)
     for sent in (layout, verified(layout, random_bytes(layout)), lay_out_bytes([])):
-        pages = list(convert.manifest_pages(sent))
-        assert convert.manifest_from_pages(sent.rank, pages) == sent
+        pages = list(convert_manifest.manifest_pages(sent))
+        assert convert_manifest.manifest_from_pages(sent.rank, pages) == sent
 
 
 @given(st.data(), matrices, st.sampled_from(["", "packed in tiles"]))
@@ -51,8 +51,8 @@ def test_cuts_round_trip(data, model, sealed):
         ]  # fmt: skip
         sent = Manifest(one.manifest.rank, one.manifest.data_bytes, tuple(units))
         check(sent)
-        pages = list(convert.manifest_pages(sent))
-        assert convert.manifest_from_pages(sent.rank, pages) == sent
+        pages = list(convert_manifest.manifest_pages(sent))
+        assert convert_manifest.manifest_from_pages(sent.rank, pages) == sent
 
 
 def test_how_a_source_lies_otherwise_round_trips():
@@ -116,7 +116,7 @@ pages = st.builds(
 def test_any_manifest_is_checked_or_refused(sent):
     """Whatever pages a peer sends, they are a manifest that holds together or a `ManifestError`."""
     try:
-        manifest = convert.manifest_from_pages(0, sent)
+        manifest = convert_manifest.manifest_from_pages(0, sent)
         check(manifest)
     except ManifestError:
         return
@@ -129,7 +129,7 @@ def test_an_unknown_dtype_is_named():
     unit = weights_pb2.WeightUnit(name="layer.0", tensors=[tensor])
     page = relay_pb2.GetManifestResponse(units=[unit])
     with pytest.raises(ManifestError, match=r"tensor layer\.0\.qkv: unknown dtype 'f4_unheard_of'"):
-        convert.manifest_from_pages(0, [page])
+        convert_manifest.manifest_from_pages(0, [page])
 
 
 @pytest.mark.parametrize(
