@@ -22,7 +22,7 @@ LEAST_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 
 Announce = Callable[[RelayClient, bool, float], Awaitable[None]]
-"""Announces to a directory what there is, or with False, that nothing is left; in so many seconds."""
+"""Announces what there is, or with False that nothing is left, within so many seconds."""
 
 
 class DirectoryLink:
