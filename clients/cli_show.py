@@ -81,7 +81,7 @@ def sources(matches: list[Match], *, as_json: bool) -> None:
         say(json.dumps({"sources": [report_relay.source(m) for m in matches]}))
         return
     for match in matches:
-        version = match.instance.weights.version or "-"
+        version = fleet_table.weights(report_relay.instance(match.instance))
         verdict = f"does not fit: {match.reason}"
         if match.fits:
             verdict = "fits" + (

@@ -40,8 +40,8 @@ class RelayCollector(Collector):
             labels=["state"],
         )  # fmt: skip
         gives = Counter(_gives(instance) for instance in self._fleet.known())
-        for state in GIVES:
-            known.add_metric([state], gives[state])
+        for what in GIVES:
+            known.add_metric([what], gives[what])
         yield known
         reachable = not self._fleet.directory or self._fleet.directory_reachable
         yield _gauge("directory_reachable", "1 if a directory hears us, or is ourselves.",
