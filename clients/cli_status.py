@@ -87,12 +87,8 @@ async def _show_relay(
         live = Live(console=console, auto_refresh=False)
         with live if console.is_terminal and not as_json else contextlib.nullcontext() as table:
             last = None
-            async for news in client.watch_transfers():
-                current = await client.status()  # who holds what; the stream is of transfers
-                for field in ("transfers", "ended_transfers"):
-                    current.ClearField(field)
-                    getattr(current, field).extend(getattr(news, field))
-                shown = report_relay.status(current)
+            async for _ in client.watch_transfers():  # says when; who holds what is news, too
+                shown = report_relay.status(await client.status())
                 if table:
                     table.update(fleet_table.tables(shown), refresh=True)
                 elif shown != last:

@@ -15,6 +15,9 @@ from relay_service.core.together import together
 from relay_service.core.transfer_state import TransferState
 from relay_service.rpc.directory_link import DirectoryLink
 
+MAX_SHOWN = 1000
+"""Transfers of a fleet that are shown at once."""
+
 
 class DirectoryFleet:
     """Everyone who is known here: own instances, announced ones, the directories'."""
@@ -79,10 +82,13 @@ class DirectoryFleet:
         return list({(one.instance, one.generation): one for one in everyone}.values())
 
     def transfers(self, *, own_only: bool = False) -> list[TransferState]:
-        """Lists transfers into instances of this relay, and of those that announce to it."""
+        """Lists transfers into instances of this relay, and of those that announce to it.
+
+        Those that run come first; of very many only so many are told as fit into a message.
+        """
         others = [] if own_only else self._registry.transfers()
-        everyone = [*others, *self._own_transfers()]
-        return list({one.transfer: one for one in everyone}.values())
+        everyone = {one.transfer: one for one in [*others, *self._own_transfers()]}
+        return sorted(everyone.values(), key=lambda one: bool(one.outcome))[:MAX_SHOWN]
 
     def announce_soon(self) -> None:
         """Announces before the next interval: what an incomplete target offers is news."""

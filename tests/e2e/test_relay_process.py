@@ -18,7 +18,7 @@ from relay_service.core.manifest import BLOCK_BYTES
 from seedrelay.v1 import weights_pb2
 
 LAYOUT = lay_out_bytes([4 * BLOCK_BYTES])
-LIMIT = 20 * BLOCK_BYTES
+LIMIT = 4 * BLOCK_BYTES
 
 
 def niceness(service: Service) -> set[int]:
@@ -66,7 +66,7 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
 @pytest.mark.parametrize("option", ["--ingress-limit", "--egress-limit-per-instance"])
 async def test_limits(stage: Stage, engines: list[FakeEngine], option: str) -> None:
     """They hold between two instances of one host, too."""
-    relay = stage.relay(option, "20MiB/s")
+    relay = stage.relay(option, "4MiB/s")
     async with RelayClient(relay.address) as client:
         path, _ = await client.attachment()
         for engine in engines:

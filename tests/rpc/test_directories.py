@@ -1,14 +1,16 @@
 """Relays that name several directories, and lives that come one after another at one address."""
 
 import pytest
-from fakes import eventually, instance, lay_out_bytes, random_bytes, same_weights
+from fakes import eventually, instance, lay_out_bytes, random_bytes, same_weights, transfer_state
 
 from clients.errors import CallFailed, DeadlineExceeded
 from relay_service.core import registry
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.match import Target
 from relay_service.core.record import record
+from relay_service.core.registry import MAX_TRANSFERS_PER_RELAY
 from relay_service.errors import LeaseEnded, NotFound
+from relay_service.rpc import directory
 from seedrelay.v1 import weights_pb2
 
 
@@ -96,6 +98,23 @@ async def test_a_directory_that_is_started_anew_at_its_address(fleet):
     await eventually(lambda: not joined._fleet.directories[0].reachable)
     again = await fleet.relay(listen=first.address)
     await eventually(lambda: lists(fleet.client(again), "there"))
+
+
+async def test_a_fleet_of_very_many_transfers(fleet, monkeypatch):
+    """As many are shown as fit into a message, those that run before those that have ended."""
+    relay = await fleet.relay()
+    client = fleet.client(relay)
+    for host in range(10):
+        outcomes = ["complete"] * (MAX_TRANSFERS_PER_RELAY - 1) + [""]
+        told = [
+            transfer_state(f"t{host}x{number}", outcome=outcome)
+            for number, outcome in enumerate(outcomes)
+        ]
+        await client.announce(f"host:{host}", "life", [instance(f"i{host}")], transfers=told)
+    monkeypatch.setattr(directory, "MAX_SHOWN", 100)
+    status = await client.status()
+    assert len(status.transfers) == 10
+    assert len(status.ended_transfers) == 90
 
 
 async def test_a_relay_that_is_started_anew_is_another_life(fleet):

@@ -150,10 +150,10 @@ async def test_transfers_go_with_their_relay(scene):
 
 
 async def test_watching_a_fleet(scene):
-    """News come when a transfer begins and when it ends, and while nothing happens too."""
-    watched = scene.client.watch_transfers()
+    """News come when a transfer begins and when it ends, whatever the interval."""
+    watched = scene.client.watch_transfers(interval_seconds=3600)
     assert not (await anext(watched)).transfers
-    scene.pull(0)
+    scene.pull()
 
     async def until(outcome: str):
         async for message in watched:
@@ -163,8 +163,17 @@ async def test_watching_a_fleet(scene):
         raise AssertionError
 
     async with asyncio.timeout(20):
+        assert (await until("")).instance == "target"
         assert (await until("complete")).blocks_verified == BLOCKS
-        await anext(watched)  # nothing happens: the interval
+    await watched.aclose()
+
+
+async def test_watching_while_nothing_happens(scene):
+    """At every interval the transfers are told again."""
+    watched = scene.client.watch_transfers(interval_seconds=0.1)
+    async with asyncio.timeout(20):
+        told = [await anext(watched) for _ in range(3)]
+    assert told == told[:1] * 3
     await watched.aclose()
 
 
