@@ -6,6 +6,7 @@ import json
 
 import pytest
 from fakes import eventually, instance, lay_out_bytes, random_bytes, transfer_state
+from google.protobuf import duration_pb2
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -39,12 +40,12 @@ class Scene:
         self.client = self.fleet.client(self.directory)
         return self
 
-    def pull(self, rate: int = 4 * BLOCK_BYTES):
+    def pull(self, rate: int = 4 * BLOCK_BYTES, **more):
         """Begins to fill the target."""
         client = self.fleet.client(self.relay)
 
         async def fill():
-            options = weights_pb2.PullOptions(rate_limit_bytes_per_second=rate)
+            options = weights_pb2.PullOptions(rate_limit_bytes_per_second=rate, **more)
             return [one async for one in client.pull("target", options)]
 
         self.pulls.append(asyncio.create_task(fill()))
@@ -130,6 +131,15 @@ async def test_a_transfer_that_failed(scene):
     assert failed["bytes_reread"] >= failed["blocks_failed"] * BLOCK_BYTES
     assert "do not match their digest" in failed["path"][-1]["reason"]
     assert "do not match their digest" in failed["note"]
+
+
+async def test_a_transfer_that_found_nobody(scene):
+    """What ended it is shown in its own words, not what it noticed last."""
+    timeout = duration_pb2.Duration(nanos=200_000_000)
+    scene.pull(source_instance="nobody", timeout=timeout)
+    ended = await scene.seen("ended_transfers", outcome="PullTimeout")
+    assert ended["note"] == "not filled within 0.2 s: waiting for nobody"
+    assert ended["path"] == []
 
 
 async def test_transfers_go_with_their_relay(scene):
