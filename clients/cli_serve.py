@@ -158,11 +158,26 @@ def relay(
         int,
         typer.Option(help="Connections, 1 to 4, to read from a data port over; 0 to choose."),
     ] = 0,
-    join: Annotated[str, typer.Option(help="Relay that is the directory, HOST:PORT.")] = "",
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Relay that is the directory, HOST:PORT; several by commas, or repeated."
+        ),
+    ] = None,
     advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
     egress_limit: Annotated[
         str, typer.Option(help="Such as 250MiB/s, for all readers; 0 for no limit.")
     ] = "",
+    egress_limit_per_instance: Annotated[
+        str, typer.Option(help="Such as 100MiB/s, for the readers of each instance; 0 for none.")
+    ] = "",
+    ingress_limit: Annotated[
+        str, typer.Option(help="Such as 250MiB/s, for all that is filled here; 0 for no limit.")
+    ] = "",
+    nice: Annotated[
+        int,
+        typer.Option(help="How far engines come first where CPUs are short.", min=0, max=19),
+    ] = 5,
     grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.", min=0)] = 10,
     metrics_listen: Metrics = "",
     log_format: LogFormat = LogFormats.text,
@@ -171,6 +186,7 @@ def relay(
 ) -> None:
     """Run a relay service: one per host."""
     _tune_libc()
+    _yield_to_engines(nice)
     from relay_service.app import serve
     from relay_service.config import DATA_CONNECTIONS, RelayConfig
     from relay_service.core.rate import parse_rate
@@ -180,8 +196,10 @@ def relay(
         config = RelayConfig(
             listen=listen, data_listen=data_listen,
             data_connections=data_connections or DATA_CONNECTIONS,
-            join=join, advertise=advertise, grace_seconds=grace,
+            join=",".join(join or ()), advertise=advertise, grace_seconds=grace,
             egress_limit_bytes_per_second=parse_rate(egress_limit),
+            egress_limit_per_instance_bytes_per_second=parse_rate(egress_limit_per_instance),
+            ingress_limit_bytes_per_second=parse_rate(ingress_limit),
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
@@ -199,6 +217,15 @@ def _tune_libc() -> None:
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = _TUNABLES
         _execute(*sys.orig_argv[1:])
+
+
+def _yield_to_engines(nice: int) -> None:
+    """Lets whoever generates go first; threads that begin later do the same.
+
+    Who started this process with a still lower priority keeps the word.
+    """
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(before, nice))
 
 
 def _execute(*arguments: str) -> None:

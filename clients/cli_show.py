@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from clients import report, report_debug
+from clients import fleet_table, report, report_debug, report_relay
 from clients.cli_run import say
 from relay_service.core.match import Match
 from seedrelay.v1 import engine_pb2, weights_pb2
@@ -40,20 +41,25 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
                 f"first {one['example']}")  # fmt: skip
 
 
-def relay(shown: dict[str, object], *, as_json: bool) -> None:
+def relay(shown: dict[str, Any], *, as_json: bool) -> None:
     """Prints a relay's fleet and transfers."""
     if as_json:
         say(json.dumps(shown))
         return
-    say(f"relay {shown['address']}, directory {shown['directory'] or 'itself'}")
-    for one in _dicts(shown["instances"]):
-        say(f"  {one['instance']}  {one['state']}  {one['model']}  {one['weight_version'] or '-'}  "
+    say(fleet_table.head(shown))
+    for one in shown["instances"]:
+        say(f"  {one['instance']}  {one['state']}  {one['model']}  {fleet_table.weights(one)}  "
             f"{one['have_blocks']}/{one['blocks']} blocks at {one['address']}")  # fmt: skip
-    for one in _dicts(shown["transfers"]):
-        way = f"from {one['source_instance'] or '?'} over {one['transport'] or '?'}"
-        say(
-            f"  filling {one['instance']} {way}: {one['bytes_verified']}/{one['bytes_total']} bytes"
-        )
+        for reader in one["readers"]:
+            say(f"    read by {reader['instance']}: {reader['bytes_served']} bytes")
+    for one in shown["transfers"]:
+        say(f"  filling {one['instance']} from {' and '.join(fleet_table.sources(one))} over "
+            f"{one['transport'] or '?'}: {one['bytes_verified']}/{one['bytes_total']} bytes, "
+            f"{fleet_table.mib(one['bytes_per_second'])} MiB/s, {fleet_table.eta(one)} left, "
+            f"again: {fleet_table.again(one)}")  # fmt: skip
+    for one in shown["ended_transfers"]:
+        say(f"  {one['instance']}: {one['outcome']} after {one['seconds']:.1f} s, again: "
+            f"{fleet_table.again(one)}: {fleet_table.story(one)}")  # fmt: skip
 
 
 def pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
@@ -72,10 +78,10 @@ def pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
 def sources(matches: list[Match], *, as_json: bool) -> None:
     """Prints who could fill a target, and why the others could not."""
     if as_json:
-        say(json.dumps({"sources": [report.source(m) for m in matches]}))
+        say(json.dumps({"sources": [report_relay.source(m) for m in matches]}))
         return
     for match in matches:
-        version = match.instance.weights.version or "-"
+        version = fleet_table.weights(report_relay.instance(match.instance))
         verdict = f"does not fit: {match.reason}"
         if match.fits:
             verdict = "fits" + (
@@ -88,7 +94,3 @@ def sources(matches: list[Match], *, as_json: bool) -> None:
 
 def _cut_anew(how: str) -> str:
     return f"; cut anew: {how}" if how else ""
-
-
-def _dicts(value: object) -> list[dict[str, object]]:
-    return value if isinstance(value, list) else []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
-from clients import cli_debug, cli_show, report
+from clients import cli_debug, cli_show, fleet_table, report_relay
 from clients.cli_run import Failure, run
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
@@ -15,9 +17,6 @@ from clients.engine import EngineClient
 from clients.errors import CallFailed
 from clients.relay import RelayClient
 from seedrelay.v1 import engine_pb2
-
-RELAY_SECONDS = 1.0
-"""How often a relay is asked for news; it streams none."""
 
 
 @with_credentials
@@ -81,12 +80,17 @@ async def _show_relay(
     address: str, credentials: Credentials, *, watch: bool, as_json: bool
 ) -> None:
     async with RelayClient(address, credentials) as client:
-        last = None
-        while True:
-            current = report.relay_status(await client.status())
-            if current != last:
-                cli_show.relay(current, as_json=as_json)
-            if not watch:
-                return
-            last = current
-            await asyncio.sleep(RELAY_SECONDS)
+        if not watch:
+            cli_show.relay(report_relay.status(await client.status()), as_json=as_json)
+            return
+        console = Console()
+        live = Live(console=console, auto_refresh=False)
+        with live if console.is_terminal and not as_json else contextlib.nullcontext() as table:
+            last = None
+            async for _ in client.watch_transfers():  # says when; who holds what is news, too
+                shown = report_relay.status(await client.status())
+                if table:
+                    table.update(fleet_table.tables(shown), refresh=True)
+                elif shown != last:
+                    cli_show.relay(shown, as_json=as_json)
+                last = shown

@@ -18,7 +18,9 @@ from relay_service.core.instance import Instance
 from relay_service.core.logs import transfer_id
 from relay_service.core.manifest import Manifest
 from relay_service.core.match import Match, Target
-from relay_service.rpc import convert
+from relay_service.core.registry import MAX_TRANSFERS_PER_RELAY, Order
+from relay_service.core.transfer_state import TransferState
+from relay_service.rpc import convert, convert_manifest, convert_transfer
 from seedrelay.v1 import relay_pb2, relay_pb2_grpc, weights_pb2
 
 CALL_SECONDS = 10.0
@@ -73,13 +75,19 @@ class RelayClient:
         generation: str,
         instances: list[Instance],
         timeout: float = CALL_SECONDS,
+        *,
+        transfers: Sequence[TransferState] = (),
+        order: Order = (0, 0),
     ) -> None:
-        """Announces every instance of the relay at `address`."""
+        """Announces every instance of the relay at `address`, and the transfers into them."""
         self._renew()
         request = relay_pb2.AnnounceRequest(
             address=address, relay_generation=generation,
             instances=[convert.instance_to_proto(i) for i in instances],
+            transfers=map(convert_transfer.to_proto, transfers[:MAX_TRANSFERS_PER_RELAY]),
+            sequence=order[1],
         )  # fmt: skip
+        request.start_time.FromMicroseconds(order[0])
         await self._unary(self._stub.Announce(request, timeout=timeout))
 
     async def sources(
@@ -107,6 +115,17 @@ class RelayClient:
         )
         return response
 
+    async def watch_transfers(
+        self, *, own_only: bool = False, interval_seconds: float = 1.0
+    ) -> AsyncGenerator[relay_pb2.WatchTransfersResponse]:
+        """Streams the transfers of the fleet, or only this relay's: on news, and at an interval."""
+        request = relay_pb2.WatchTransfersRequest(own_only=own_only)
+        request.interval.FromNanoseconds(int(interval_seconds * 1e9))
+        call = self._stub.WatchTransfers(request)
+        async with contextlib.aclosing(self._stream(call)) as responses:
+            async for response in responses:
+                yield response
+
     async def manifest(
         self, instance: str, generation: str, rank: int, *, staged: bool = False, epoch: int = 0
     ) -> Manifest:
@@ -125,7 +144,7 @@ class RelayClient:
             size += page.ByteSize()
             if size > MAX_MANIFEST_BYTES:
                 raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
-        return convert.manifest_from_pages(rank, pages)
+        return convert_manifest.manifest_from_pages(rank, pages)
 
     async def artifact(self, sha256: str, limit_bytes: int) -> bytes:
         """Returns an artifact's content. Raises `ValueError` beyond `limit_bytes`."""

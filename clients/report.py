@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clients import report_pause
-from relay_service.core.instance import Instance
-from relay_service.core.match import Match
-from relay_service.rpc import convert
-from seedrelay.v1 import engine_pb2, relay_pb2, weights_pb2
+from seedrelay.v1 import engine_pb2, weights_pb2
 
 
 def state_name(value: weights_pb2.InstanceState) -> str:
@@ -112,45 +109,6 @@ def load(done: engine_pb2.LoadReport) -> dict[str, Any]:
         "bytes_spilled": done.bytes_spilled,
         "conversions": [conversion(c) for c in done.conversions],
     }
-
-
-def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
-    """Returns the status of a relay: its fleet and its transfers."""
-    return {
-        "service": "relay",
-        "address": status.address,
-        "directory": status.directory,
-        "directory_reachable": status.directory_reachable if status.directory else None,
-        "leases": status.lease_count,
-        "instances": [instance(convert.instance_from_proto(i)) for i in status.instances],
-        "transfers": [
-            {"transfer": t.transfer, "instance": t.instance, **progress(t.progress)}
-            for t in status.transfers
-        ],
-    }
-
-
-def instance(known: Instance) -> dict[str, Any]:
-    """Returns an announced instance."""
-    return {
-        "instance": known.instance,
-        "generation": known.generation,
-        "model": known.model,
-        "state": str(known.state),
-        "weight_version": known.weights.version,
-        "weights_digest": known.weights.digest,
-        "epoch": known.weights.epoch,
-        "have_blocks": sum(r.have_blocks for r in known.ranks),
-        "blocks": sum(r.blocks for r in known.ranks),
-        "address": known.address,
-        "load": known.leases,
-    }
-
-
-def source(match: Match) -> dict[str, Any]:
-    """Returns a possible source, and why it isn't one."""
-    verdict = {"fits": match.fits, "reason": match.reason, "recut": match.recut}
-    return {**instance(match.instance), **verdict}
 
 
 def progress(message: weights_pb2.PullProgress) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class Relay:
         credentials = Credentials(config.security, "relay")
         self._server = rpc.new_server(credentials)
         self.address = rpc.bind(self._server, config.listen, credentials)
-        self.holdings, grants = Holdings(), Grants()
+        per_instance = config.egress_limit_per_instance_bytes_per_second
+        self.holdings, grants = Holdings(per_instance), Grants()
         known_as = config.advertise or self.address
         registry, egress = Registry(), TokenBucket(config.egress_limit_bytes_per_second)
         host = self.address.rpartition(":")[0]
@@ -54,13 +55,16 @@ class Relay:
         self._fleet = DirectoryFleet(
             known_as, uuid.uuid4().hex, config.join, registry,
             lambda: self.holdings.records(known_as), credentials,
+            lambda: self.transfers.states(),  # noqa: PLW0108 - they need the fleet first
         )  # fmt: skip
         over_grpc = GrpcTransport(credentials)
         over_tcp = TcpTransport(
             over_grpc, _tls(config.security, ssl.Purpose.SERVER_AUTH), config.data_connections
         )
         self.transfers = Transfers(
-            self._fleet, [ShmTransport(self.holdings, egress), over_tcp, over_grpc]
+            self._fleet,
+            [ShmTransport(self.holdings, egress), over_tcp, over_grpc],
+            TokenBucket(config.ingress_limit_bytes_per_second),
         )
         path = socket_path(self.address)
         self._attach_server = AttachServer(path, self.holdings, self.transfers, map_arena)
@@ -90,7 +94,7 @@ class Relay:
         await self._server.start()
         self._background = [
             asyncio.create_task(self._fleet.keep_announced()),
-            asyncio.create_task(_sweep(self.holdings)),
+            asyncio.create_task(_sweep(self.holdings, self.transfers)),
             asyncio.create_task(self._data_server.accept()),
         ]
 
@@ -135,7 +139,8 @@ def _tls(security: Security, purpose: ssl.Purpose) -> TlsContexts | None:
     return TlsContexts(security, purpose) if security.tls else None
 
 
-async def _sweep(holdings: Holdings) -> None:
+async def _sweep(holdings: Holdings, transfers: Transfers) -> None:
     while True:
         await asyncio.sleep(RENEW_SECONDS)
         holdings.sweep()
+        transfers.states()  # whoever asks for rates seldom gets those of the last seconds, too

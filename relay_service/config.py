@@ -27,11 +27,15 @@ class RelayConfig:
     data_connections: int = DATA_CONNECTIONS
     """Connections over which its targets read from a data port, at most."""
     join: str = ""
-    """Address of the directory; empty when this relay is the directory."""
+    """Addresses of the directories, separated by commas; empty when this relay is the directory."""
     advertise: str = ""
     """Address under which other relays reach this one; empty for the listening one."""
     egress_limit_bytes_per_second: int = 0
     """Most bytes per second that this relay's sources give away; 0 for no limit."""
+    egress_limit_per_instance_bytes_per_second: int = 0
+    """Most bytes per second that each of its instances gives away; 0 for no limit."""
+    ingress_limit_bytes_per_second: int = 0
+    """Most bytes per second that come to this relay's targets, all together; 0 for no limit."""
     grace_seconds: float = 10.0
     """Time that running calls get at SIGTERM."""
     metrics_listen: str = ""

@@ -38,6 +38,8 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, RankBlocks, State, Weights
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES, HEADER_BYTES, Manifest, weights_digest
+from relay_service.core.pull_report import PathStep
+from relay_service.core.transfer_state import TransferState
 from relay_service.memory.host import HostArena, create_memfd, seal
 from relay_service.memory.sparse import create_sparse_memfd
 
@@ -183,6 +185,22 @@ def instance(name: str = "seed", **changes) -> Instance:
         "address": "127.0.0.1:1",
     } | changes  # fmt: skip
     return Instance(**fields)
+
+
+def transfer_state(transfer: str = "t1", **changes) -> TransferState:
+    """Returns what the fleet is told of a transfer that runs; `changes` are fields of it."""
+    fields = {
+        "transfer": transfer, "instance": "target", "address": "127.0.0.1:2",
+        "phase": "transferring", "source_instance": "seed", "transport": "tcp", "note": "",
+        "bytes_verified": 1 << 20, "bytes_total": 4 << 20, "bytes_moved": 2 << 20,
+        "bytes_reread": 1 << 20, "blocks_verified": 1, "blocks_total": 4, "blocks_failed": 1,
+        "bytes_per_second": 1 << 20, "average_bytes_per_second": 1 << 19, "age_seconds": 2.5,
+        "path": (
+            PathStep("dead", "127.0.0.1:3", "tcp", 0, "gone"),
+            PathStep("seed", "127.0.0.1:1", "tcp", 1 << 20),
+        ),
+    } | changes  # fmt: skip
+    return TransferState(**fields)
 
 
 # A seed in real shared memory, and an engine that attaches without torch

@@ -155,9 +155,9 @@ class BringUp:
         link = instance.link_to(config.relay)
         while True:
             try:
-                offer = choose_offer(await link.offers(), config.source)
-                if offer:
-                    return await link.fetch(offer)
+                known = await link.offers()
+                if offer := choose_offer(known, config.source):
+                    return await link.fetch(offer, known)
             except RelayUnreachable as error:
                 self._note(FillProgress(phase="matching", note=str(error)))
             await asyncio.sleep(RETRY_SECONDS)

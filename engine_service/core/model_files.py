@@ -33,13 +33,23 @@ def stated_dtype(files: dict[str, bytes]) -> str:
     return str(stated.get("torch_dtype") or stated.get("dtype") or "float32")
 
 
+def offering(instances: list[Instance]) -> list[Instance]:
+    """Lists whose files may be taken, as sources of weights: the complete ones first.
+
+    One that is being filled has the files of what it is filled with.
+    """
+    complete = [i for i in instances if i.artifacts and i.state.holds_weights]
+    filling = [i for i in instances if i.artifacts and i.filling and i.state.fillable]
+    return [*complete, *(i.as_source() for i in filling)]
+
+
 def choose_offer(instances: list[Instance], wanted: str) -> Instance | None:
     """Chooses whose model an empty target takes; none when nobody offers one yet.
 
     `wanted` names an instance or a model. Raises `ConfigError` with the list when
     several models are on offer and none is named.
     """
-    offers = [i for i in instances if i.artifacts and i.state.holds_weights]
+    offers = offering(instances)
     if wanted:
         offers = [i for i in offers if wanted in (i.instance, i.model)]
     # A filled instance may call the model by another folder's name: equal weights are one model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,8 +86,12 @@ class RelayLink(Protocol):
         Raises `RelayUnreachable`, also when it does not hold what it announced any more.
         """
 
-    async def fetch(self, instance: Instance) -> dict[str, bytes]:
-        """Fetches an instance's small files, each checked against its SHA-256."""
+    async def fetch(self, instance: Instance, others: Sequence[Instance] = ()) -> dict[str, bytes]:
+        """Fetches an instance's small files, each checked against its SHA-256.
+
+        What it does not give, or gives wrong, is asked of `others` that announce the very same.
+        Raises `RelayUnreachable`.
+        """
 
     async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
         """Attaches, and attaches again by itself whenever the relay was away.

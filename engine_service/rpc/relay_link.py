@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError, Unreachable
@@ -16,7 +16,7 @@ from engine_service.errors import FillFailed, FillTimeout, RelayUnreachable
 from engine_service.rpc import convert
 from engine_service.rpc.attachment import Attachment
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach
-from relay_service.core.instance import Instance, verified_digest
+from relay_service.core.instance import Artifact, Instance, verified_digest
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target
@@ -30,6 +30,8 @@ SILENCE_SECONDS = 10.0
 
 It says so ten times a second.
 """
+MAX_HOLDERS = 4
+"""Instances that are asked for the same small files before that is given up."""
 TEMPORARY = frozenset({"WrongState", "LeaseEnded", "EpochChanged"})
 """Refusals of a relay that may be over at the next try."""
 _log = logging.getLogger(__name__)
@@ -65,20 +67,24 @@ class GrpcRelayLink:
             )
         return found
 
-    async def fetch(self, instance: Instance) -> dict[str, bytes]:
-        """Fetches an instance's small files from the relay that announced it."""
+    async def fetch(self, instance: Instance, others: Sequence[Instance] = ()) -> dict[str, bytes]:
+        """Fetches an instance's small files, or the very same ones from those who hold them too."""
+        wanted = {one.name: one for one in instance.artifacts if one.name in ARTIFACT_NAMES}
         files: dict[str, bytes] = {}
-        async with RelayClient(instance.address, self._credentials) as relay:
-            for artifact in instance.artifacts:
-                if artifact.name not in ARTIFACT_NAMES:
-                    continue
-                try:
-                    data = await relay.artifact(artifact.sha256, MAX_ARTIFACT_BYTES)
-                except (ClientError, ValueError) as error:
-                    raise RelayUnreachable(f"{artifact.name}: {error}") from error
-                if hashlib.sha256(data).hexdigest() != artifact.sha256:
-                    raise RelayUnreachable(f"{artifact.name} does not match its SHA-256")
-                files[artifact.name] = data
+        failure = RelayUnreachable(f"{instance.instance} gives no files")
+        twins = [one for one in others if one.instance != instance.instance]
+        for holder in [instance, *_with_any(twins, wanted.values())][:MAX_HOLDERS]:
+            async with RelayClient(holder.address, self._credentials) as relay:
+                for name, artifact in wanted.items():
+                    if name in files or artifact not in holder.artifacts:
+                        continue
+                    try:
+                        files[name] = await _fetch(relay, artifact)
+                    except RelayUnreachable as error:
+                        failure = error
+                        _log.warning("%s: %s", holder.instance, error)
+        if len(files) < len(wanted):
+            raise failure
         return files
 
     async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
@@ -126,11 +132,11 @@ class GrpcRelayLink:
 
     async def source_files(self, report: FillReport) -> dict[str, bytes]:
         """Fetches the small files of the instance that weights came from."""
-        name = report.path[-1].source_instance
-        for source in await self.offers():
+        name, known = report.path[-1].source_instance, await self.offers()
+        for source in map(Instance.as_source, known):
             same = source.weights.digest == report.source_weights_digest
             if source.instance == name and same:
-                return await self.fetch(source)
+                return await self.fetch(source, known)
         raise FillFailed(f"{name} has other weights by now, or has gone", source=name)
 
     async def return_mapping(self) -> bool:
@@ -174,6 +180,21 @@ class GrpcRelayLink:
         async with contextlib.aclosing(asked) as answers, Patience(SILENCE_SECONDS) as patience:
             while message := await patience.wait(anext(answers, None)):
                 yield message
+
+
+def _with_any(holders: Sequence[Instance], wanted: Collection[Artifact]) -> list[Instance]:
+    return [one for one in holders if any(artifact in one.artifacts for artifact in wanted)]
+
+
+async def _fetch(relay: RelayClient, artifact: Artifact) -> bytes:
+    """Fetches a file of at most the announced size. Raises `RelayUnreachable` for any other."""
+    try:
+        data = await relay.artifact(artifact.sha256, min(artifact.nbytes, MAX_ARTIFACT_BYTES))
+    except (ClientError, ValueError) as error:
+        raise RelayUnreachable(f"{artifact.name}: {error}") from error
+    if hashlib.sha256(data).hexdigest() != artifact.sha256:
+        raise RelayUnreachable(f"{artifact.name} does not match its SHA-256")
+    return data
 
 
 async def _manifests(

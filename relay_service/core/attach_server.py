@@ -115,6 +115,7 @@ class AttachServer:
             if holding:
                 await self._transfers.end(holding)
                 self._holdings.detach(holding)
+                self._transfers.announce_soon()
                 del self._lives[life]
             channel.close()
 

@@ -22,6 +22,7 @@ from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
 from relay_service.core.offer import Offer, OfferSlot
 from relay_service.core.ports import Arena, MapArena
+from relay_service.core.rate import TokenBucket
 from relay_service.core.readers import Readers
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
@@ -53,6 +54,7 @@ class Holding:
         self.landed = Landed()
         self.offered = OfferSlot(attach.instance)
         self.seats = Seats()
+        self.egress = TokenBucket()
         self.lent: Lent | None = None
         self.detached = False
         self.artifacts: dict[str, tuple[str, bytes]] = {}

@@ -9,6 +9,7 @@ from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
 from relay_service.core.leases import Lease, LeaseTable
+from relay_service.core.rate import TokenBucket
 from relay_service.core.record import record
 from relay_service.errors import Conflict, EpochChanged, NotFound, SourceBusy, WrongState
 
@@ -16,7 +17,9 @@ from relay_service.errors import Conflict, EpochChanged, NotFound, SourceBusy, W
 class Holdings:
     """Holdings by instance name; detached ones stay while leases read from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, egress_limit_per_instance: float = 0) -> None:
+        """Bounds the bytes per second that each instance gives away; 0 for no limit."""
+        self._egress_limit_per_instance = egress_limit_per_instance
         self.leases = LeaseTable()
         self._attached: dict[str, Holding] = {}
         self._leaving: list[Holding] = []
@@ -28,6 +31,7 @@ class Holdings:
                 f"an instance named {holding.name} is attached already",
                 field="instance", found=holding.name, hint="give it another --instance-name",
             )  # fmt: skip
+        holding.egress = TokenBucket(self._egress_limit_per_instance)
         self._attached[holding.name] = holding
 
     def detach(self, holding: Holding) -> None:
@@ -71,8 +75,9 @@ class Holdings:
     def records(self, address: str) -> list[Instance]:
         """Describes every attached instance as it is announced."""
         return [
-            record(holding, address, self.leases.count(holding.name, holding.generation))
+            record(holding, address, len(held), held)
             for holding in self._attached.values()
+            for held in [self.leases.held(holding.name, holding.generation)]
         ]
 
     def acquire(

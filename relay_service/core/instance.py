@@ -78,6 +78,14 @@ class Filling(msgspec.Struct, frozen=True):
     """Name of the instance that it reads from."""
 
 
+class Reader(msgspec.Struct, frozen=True):
+    """Somebody who holds a lease on an instance."""
+
+    instance: str
+    transfer: str
+    bytes_served: int
+
+
 class Weights(msgspec.Struct, frozen=True):
     """Which weights an instance holds. All empty for a dummy."""
 
@@ -88,6 +96,7 @@ class Weights(msgspec.Struct, frozen=True):
     """What KV says it was computed by; empty for epoch and digest."""
 
 
+MAX_READERS = 64
 FILLING_EPOCH = 1 << 40
 """Epochs of what isn't committed yet count from here, beyond all that an instance commits."""
 
@@ -110,6 +119,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     """Address of the relay that serves its blocks."""
     leases: int = 0
+    readers: tuple[Reader, ...] = ()
+    """Who holds these leases, at most `MAX_READERS` of them."""
     filling: Filling | None = None
     """What others may read of it already; None for one that is complete, or isn't filled."""
 

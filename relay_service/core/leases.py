@@ -97,8 +97,12 @@ class LeaseTable:
 
     def holders(self, instance: str, generation: str) -> list[str]:
         """Names who holds a live lease on one life of an instance."""
+        return [lease.holder for lease in self.held(instance, generation)]
+
+    def held(self, instance: str, generation: str) -> list[Lease]:
+        """Lists the live leases on one life of an instance."""
         self.expire()
-        return [v.holder for v in self._leases.values() if _is_on(v, instance, generation)]
+        return [v for v in self._leases.values() if _is_on(v, instance, generation)]
 
     def _end(self, leases: Iterable[str], how: str) -> None:
         for lease in filter(None, [self._leases.pop(lease, None) for lease in leases]):

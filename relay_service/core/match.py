@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from relay_service.core.choice import reads_from
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, State
 from relay_service.errors import Ambiguous
@@ -42,8 +43,14 @@ def match(target: Target, instances: list[Instance]) -> list[Match]:
     Those that fit come first, of them those that are placed like the target, then the
     least loaded.
     """
+    below = reads_from(target.instance, instances)
     matches = [
-        Match(instance, misfit(target, instance), placed_otherwise(target, instance))
+        Match(
+            instance,
+            f"it reads from {target.instance} itself" * (instance.instance in below)
+            or misfit(target, instance),
+            placed_otherwise(target, instance),
+        )
         for instance in instances
         if instance.instance != target.instance
     ]

@@ -137,8 +137,10 @@ class Fleet(Protocol):
 
     address: str
     """Of this host's relay."""
-    missing: str
-    """Who did not answer when everyone was asked last; empty when all did."""
+
+    @property
+    def missing(self) -> str:
+        """Who did not answer when everyone was asked last; empty when nobody was missed."""
 
     async def instances(self) -> list[Instance]:
         """Lists every known instance, this host's and the directory's."""

@@ -15,7 +15,7 @@ from relay_service.core.match import Target
 from relay_service.core.offer import Offer
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull_report import PathStep, PullOptions, PullReport
-from relay_service.core.rate import TokenBucket
+from relay_service.core.rate import Limits, TokenBucket
 from relay_service.core.reading import Copied, Reader
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
@@ -42,11 +42,12 @@ class Puller:
         options: PullOptions,
         landed: Landed | None = None,
         offer: Callable[[Offer], None] | None = None,
+        ingress: TokenBucket | None = None,
     ) -> None:
         """Fills from the best source of a fleet, over the first transport that reaches it.
 
         `landed` is what an earlier pull into the same arenas left behind. `offer` is told what
-        others may read while it lands.
+        others may read while it lands. `ingress` bounds it beside its own rate limit.
         """
         self.report = PullReport()
         self.receivers = receivers
@@ -54,7 +55,8 @@ class Puller:
         self._fleet = fleet
         self._transports = _chosen(transports, options.transport)
         self._options = options
-        limit = TokenBucket(options.rate_limit_bytes_per_second)
+        own = TokenBucket(options.rate_limit_bytes_per_second)
+        limit = Limits(own, ingress) if ingress else own
         self._reader = Reader(target, receivers, landed or Landed(), limit, self.report)
         self._search = Search(target, fleet, options, self.report)
         self._offer = offer or (lambda _: None)
@@ -70,7 +72,7 @@ class Puller:
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
-                while not await self._drain(*await self._search.next(self._blocks_verified)):
+                while not await self._drain(*await self._search.next(self.blocks_verified)):
                     pass
         except TimeoutError:
             raise PullTimeout(
@@ -105,7 +107,8 @@ class Puller:
         return sum(receiver.bytes_verified for receiver in self.receivers)
 
     @property
-    def _blocks_verified(self) -> int:
+    def blocks_verified(self) -> int:
+        """Blocks that are right in the arenas, those of earlier pulls included."""
         return sum(receiver.blocks_verified for receiver in self.receivers)
 
     async def _drain(self, source: Instance, yields: bool) -> bool:  # noqa: FBT001

@@ -45,6 +45,19 @@ class TokenBucket:
         return start - now
 
 
+class Limits(TokenBucket):
+    """Several limits that hold at once: what passes has been counted by each of them."""
+
+    def __init__(self, *limits: TokenBucket) -> None:
+        bounds = [limit.bytes_per_second for limit in limits if limit.bytes_per_second]
+        super().__init__(min(bounds, default=0))
+        self._limits = limits
+
+    def delay(self, nbytes: int) -> float:
+        """Counts `nbytes` everywhere; returns the longest of the waits."""
+        return max((limit.delay(nbytes) for limit in self._limits), default=0.0)
+
+
 def parse_rate(text: str) -> int:
     """Reads a rate such as `64MiB/s`, `1.5GiB/s` or `1000000` into bytes per second.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from relay_service.core.holding import Holding
-from relay_service.core.instance import Artifact, Instance, RankBlocks
+from relay_service.core.instance import MAX_READERS, Artifact, Instance, RankBlocks, Reader
+from relay_service.core.leases import Lease
 
 
-def record(holding: Holding, address: str, leases: int) -> Instance:
+def record(holding: Holding, address: str, leases: int, readers: Iterable[Lease] = ()) -> Instance:
     """Returns the record of an attached instance, which is found at `address`."""
     offer = holding.offered.now
     return Instance(
@@ -16,6 +20,10 @@ def record(holding: Holding, address: str, leases: int) -> Instance:
         ranks=tuple(_rank_blocks(holding, rank) for rank in range(len(holding.manifests))),
         artifacts=tuple(
             Artifact(name, len(data), sha) for sha, (name, data) in holding.artifacts.items()
+        ),
+        readers=tuple(
+            Reader(one.holder, one.transfer, one.bytes_served)
+            for one in islice(readers, MAX_READERS)
         ),
         filling=offer.filling if offer else None,
     )  # fmt: skip

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from relay_service.core.cut import Cut, Part
-from relay_service.core.dtypes import DType
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import (
+    MAX_READERS,
     Artifact,
     Filling,
     Instance,
     RankBlocks,
+    Reader,
     State,
     Weights,
 )
-from relay_service.core.manifest import Manifest, TensorEntry, Unit
+from relay_service.core.logs import clean_transfer
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
-from relay_service.errors import InvalidRequest, ManifestError
+from relay_service.errors import InvalidRequest
+from relay_service.rpc.convert_transfer import step_to_proto
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 MAX_TIMEOUT_SECONDS = 315_576_000_000
-_PAGE_BYTES = (1 << 20) - 16
 
 
 def state_to_proto(state: State) -> str:
@@ -94,6 +92,10 @@ def instance_to_proto(instance: Instance) -> relay_pb2.Instance:
         ],
         address=instance.address,
         lease_count=instance.leases,
+        readers=[
+            relay_pb2.Reader(instance=r.instance, transfer=r.transfer, bytes_served=r.bytes_served)
+            for r in instance.readers
+        ],
         filling=_filling_to_proto(instance.filling),
     )  # fmt: skip
 
@@ -117,31 +119,12 @@ def instance_from_proto(message: relay_pb2.Instance) -> Instance:
         artifacts=tuple(Artifact(a.name, a.byte_count, a.sha256) for a in message.artifacts),
         address=message.address,
         leases=message.lease_count,
+        readers=tuple(
+            Reader(r.instance, clean_transfer(r.transfer), r.bytes_served)
+            for r in message.readers[:MAX_READERS]
+        ),
         filling=_filling_from_proto(message.filling) if message.HasField("filling") else None,
     )
-
-
-def manifest_pages(manifest: Manifest) -> Iterator[relay_pb2.GetManifestResponse]:
-    """Cuts a manifest into pages well below the message limit."""
-    page, size = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
-    for unit in map(_unit_to_proto, manifest.units):
-        # Tag and length of the unit, and the page's own field, take a few bytes more.
-        needed = unit.ByteSize() + 16
-        if page.units and size + needed > _PAGE_BYTES:
-            yield page
-            page, size = relay_pb2.GetManifestResponse(data_bytes=manifest.data_bytes), 0
-        page.units.append(unit)
-        size += needed
-    yield page
-
-
-def manifest_from_pages(rank: int, pages: Iterable[relay_pb2.GetManifestResponse]) -> Manifest:
-    """Joins the pages of a manifest. The caller checks it before use."""
-    data_bytes, units = 0, []
-    for page in pages:
-        data_bytes = page.data_bytes
-        units += [_unit_from_proto(unit) for unit in page.units]
-    return Manifest(rank, data_bytes, tuple(units))
 
 
 def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
@@ -177,13 +160,7 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
     puller, report = transfer.puller, transfer.puller.report
     return weights_pb2.PullReport(
         state=state_to_proto(transfer.holding.state),
-        path=[
-            weights_pb2.PathStep(
-                source_instance=s.source_instance, address=s.address, transport=s.transport,
-                bytes_verified=s.bytes_verified, reason=s.reason, recut=s.recut,
-            )
-            for s in report.path
-        ],
+        path=map(step_to_proto, report.path),
         transport=report.path[-1].transport,
         bytes_moved=puller.bytes_moved,
         bytes_reread=puller.bytes_reread,
@@ -210,54 +187,4 @@ def _filling_from_proto(message: relay_pb2.Filling) -> Filling:
     return Filling(
         message.model, message.weight_version, message.weights_digest, message.epoch,
         message.source_instance,
-    )  # fmt: skip
-
-
-def _unit_to_proto(unit: Unit) -> weights_pb2.WeightUnit:
-    return weights_pb2.WeightUnit(
-        name=unit.name, offset=unit.offset, byte_count=unit.nbytes,
-        tensors=map(_tensor_to_proto, unit.tensors), block_digests=unit.digests,
-    )  # fmt: skip
-
-
-def _unit_from_proto(message: weights_pb2.WeightUnit) -> Unit:
-    tensors = tuple(_tensor_from_proto(tensor) for tensor in message.tensors)
-    digests = tuple(message.block_digests)
-    return Unit(message.name, message.offset, message.byte_count, tensors, digests)
-
-
-def _tensor_to_proto(tensor: TensorEntry) -> weights_pb2.TensorEntry:
-    return weights_pb2.TensorEntry(
-        name=tensor.name, kind=tensor.kind, dtype=tensor.dtype, shape=tensor.shape,
-        strides=tensor.strides, offset=tensor.offset, byte_count=tensor.nbytes,
-        logical=tensor.logical, alias=tensor.alias, sealed=tensor.cut.sealed,
-        parts=[
-            weights_pb2.TensorPart(
-                logical=part.logical, whole_rows=part.whole[0], whole_columns=part.whole[1],
-                first_row=part.rows[0], row_count=part.rows[1],
-                first_column=part.columns[0], column_count=part.columns[1],
-            )
-            for part in tensor.cut.parts
-        ],
-    )  # fmt: skip
-
-
-def _tensor_from_proto(message: weights_pb2.TensorEntry) -> TensorEntry:
-    try:
-        dtype = DType(message.dtype)
-    except ValueError as error:
-        raise ManifestError(
-            f"tensor {message.name}: unknown dtype {message.dtype[:32]!r}"
-        ) from error
-    return TensorEntry(
-        message.name, message.kind, dtype, tuple(message.shape), tuple(message.strides),
-        message.offset, message.byte_count, message.logical, message.alias,
-        Cut(tuple(map(_part_from_proto, message.parts)), message.sealed),
-    )  # fmt: skip
-
-
-def _part_from_proto(message: weights_pb2.TensorPart) -> Part:
-    return Part(
-        message.logical, (message.whole_rows, message.whole_columns),
-        (message.first_row, message.row_count), (message.first_column, message.column_count),
     )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from relay_service.core.holdings import Holdings
+from relay_service.core.instance import Instance
 from relay_service.core.transfers import Transfers
 from relay_service.rpc.directory import DirectoryFleet
 
@@ -33,8 +35,16 @@ class RelayCollector(Collector):
         for state in sorted(set(states)):
             attached.add_metric([state], states.count(state))
         yield attached
+        known = GaugeMetricFamily(
+            "seedrelay_relay_sources", "Instances known here, by what they can give.",
+            labels=["state"],
+        )  # fmt: skip
+        gives = Counter(_gives(instance) for instance in self._fleet.known())
+        for what in GIVES:
+            known.add_metric([what], gives[what])
+        yield known
         reachable = not self._fleet.directory or self._fleet.directory_reachable
-        yield _gauge("directory_reachable", "1 if the directory hears us, or is ourselves.",
+        yield _gauge("directory_reachable", "1 if a directory hears us, or is ourselves.",
                      int(bool(reachable)))  # fmt: skip
 
     def _moved(self) -> Iterator[Metric]:
@@ -68,6 +78,15 @@ class RelayCollector(Collector):
         for outcome, count in sorted(tally.transfers.items()):
             ended.add_metric([outcome], count)
         yield ended
+
+
+GIVES = ("complete", "incomplete", "nothing")
+
+
+def _gives(instance: Instance) -> str:
+    if instance.state.holds_weights and instance.weights.digest:
+        return "complete"
+    return "incomplete" if instance.filling and instance.state.fillable else "nothing"
 
 
 def _gauge(name: str, help_: str, value: float) -> Metric:

@@ -20,6 +20,7 @@ SCOPES = {
     f"/{SERVICE}/Announce": _RELAYS,
     f"/{SERVICE}/ListSources": _LOOKERS,
     f"/{SERVICE}/GetRelayStatus": _LOOKERS,
+    f"/{SERVICE}/WatchTransfers": _LOOKERS,
     f"/{SERVICE}/GetManifest": _RELAYS,
     f"/{SERVICE}/GetArtifact": _RELAYS,
     f"/{SERVICE}/AcquireLease": _RELAYS,

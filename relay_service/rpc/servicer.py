@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 from google.protobuf import duration_pb2
@@ -13,15 +13,15 @@ from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
 from relay_service.core.logs import clean_transfer, transfer_id
 from relay_service.core.match import Target, match
-from relay_service.core.registry import EXPIRY_SECONDS, Registry
-from relay_service.core.transfers import Transfer, Transfers
-from relay_service.errors import InvalidRequest, PullEnded
-from relay_service.rpc import convert
+from relay_service.core.registry import EXPIRY_SECONDS, MAX_TRANSFERS_PER_RELAY, Registry
+from relay_service.core.transfers import Transfers
+from relay_service.errors import InvalidRequest
+from relay_service.rpc import convert, convert_manifest, convert_transfer
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
+from relay_service.rpc.watching import news, progress
 from seedrelay.v1 import relay_pb2, relay_pb2_grpc
 
-PROGRESS_SECONDS = 0.1
 _ARTIFACT_PART_BYTES = 1 << 20
 
 
@@ -66,7 +66,11 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         if not request.address:
             raise InvalidRequest("an announcement needs the relay's address", field="address")
         instances = [convert.instance_from_proto(i) for i in request.instances]
-        self._registry.announce(request.address, request.relay_generation, instances)
+        self._registry.announce(
+            request.address, request.relay_generation, instances,
+            [convert_transfer.from_proto(t) for t in request.transfers[:MAX_TRANSFERS_PER_RELAY]],
+            (request.start_time.ToMicroseconds(), request.sequence),
+        )  # fmt: skip
         return relay_pb2.AnnounceResponse(expiry=_duration(EXPIRY_SECONDS))
 
     @answers
@@ -103,21 +107,34 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
     ) -> relay_pb2.GetRelayStatusResponse:
         """Returns fleet and transfers."""
         del request, context
+        running, ended = convert_transfer.split(self._fleet.transfers())
         return relay_pb2.GetRelayStatusResponse(
             address=self._fleet.address,
             relay_generation=self._fleet.generation,
             directory=self._fleet.directory,
             directory_reachable=bool(self._fleet.directory_reachable),
             instances=[convert.instance_to_proto(i) for i in await self._fleet.instances()],
-            transfers=[
-                relay_pb2.Transfer(
-                    transfer=t.transfer, instance=t.holding.name,
-                    progress=convert.progress_to_proto(t),
-                )
-                for t in self._transfers.running
-            ],
+            transfers=running,
+            ended_transfers=ended,
             lease_count=self._holdings.leases.count(),
-        )  # fmt: skip
+            directories=[
+                relay_pb2.Directory(address=one.address, reachable=bool(one.reachable))
+                for one in self._fleet.directories
+            ],
+        )
+
+    @streams
+    async def WatchTransfers(  # noqa: N802
+        self, request: relay_pb2.WatchTransfersRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[relay_pb2.WatchTransfersResponse]:
+        """Streams what is known of transfers, until the caller leaves."""
+        del context
+        look = partial(self._fleet.transfers, own_only=request.own_only)
+        seconds = request.interval.seconds + request.interval.nanos / 1e9
+        watched = news(look, seconds) if request.HasField("interval") else news(look)
+        async for states in watched:
+            running, ended = convert_transfer.split(states)
+            yield relay_pb2.WatchTransfersResponse(transfers=running, ended_transfers=ended)
 
     @streams
     async def GetManifest(  # noqa: N802
@@ -127,7 +144,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         del context
         holding = self._holdings.get(request.instance, request.generation)
         manifest = holding.manifest(request.rank, staged=request.staged, epoch=request.epoch)
-        for page in convert.manifest_pages(manifest):
+        for page in convert_manifest.manifest_pages(manifest):
             yield page
 
     @streams
@@ -203,8 +220,8 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         holding = self._holdings.get(request.instance)
         transfer = self._transfers.start(holding, convert.options_from_proto(request.options))
         try:
-            async for progress in _watch(transfer):
-                yield progress
+            async for response in progress(transfer):
+                yield response
         finally:
             if not transfer.task.done():
                 await self._transfers.end(holding)
@@ -218,20 +235,6 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         holding = self._holdings.get(request.instance, request.generation)
         await self._transfers.end(holding)
         return relay_pb2.ReturnMappingResponse(unmapped_count=holding.return_mapping())
-
-
-async def _watch(transfer: Transfer) -> AsyncIterator[relay_pb2.PullResponse]:
-    while not transfer.task.done():
-        yield relay_pb2.PullResponse(progress=convert.progress_to_proto(transfer))
-        await asyncio.wait([transfer.task], timeout=PROGRESS_SECONDS)
-    if transfer.task.cancelled():
-        raise PullEnded(f"the pull into {transfer.holding.name} was ended")
-    report = transfer.task.result()
-    yield relay_pb2.PullResponse(
-        progress=convert.progress_to_proto(transfer),
-        report=convert.report_to_proto(transfer),
-        probe=report.probe,
-    )
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

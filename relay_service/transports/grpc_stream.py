@@ -15,12 +15,13 @@ from clients.credentials import NOTHING, Credentials
 from clients.errors import ClientError
 from clients.relay import RelayClient
 from relay_service.core.grants import Run
+from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.patience import Patience
 from relay_service.core.ports import Land
-from relay_service.core.rate import TokenBucket
+from relay_service.core.rate import Limits, TokenBucket
 from relay_service.errors import (
     EpochChanged,
     LeaseEnded,
@@ -187,8 +188,8 @@ class BlockServicer:
         try:
             for index in request.blocks:
                 await self._holdings.arrival(request.lease, request.rank, index)
-                message = self._read(request.lease, request.rank, index)
-                await self._egress.take(len(message))
+                holding, message = self._read(request.lease, request.rank, index)
+                await Limits(self._egress, holding.egress).take(len(message))
                 yield message
             broke_off = False
         except IndexError as error:
@@ -199,13 +200,13 @@ class BlockServicer:
             if broke_off:
                 self._holdings.leases.break_off(request.lease)
 
-    def _read(self, lease: str, rank: int, index: int) -> bytes:
+    def _read(self, lease: str, rank: int, index: int) -> tuple[Holding, bytes]:
         held, holding = self._holdings.leased(lease)
         block = holding.manifest(rank, epoch=held.epoch).block(index)
         with holding.reading(rank, held.epoch, index) as arena:
             message = encode_block(index, held.epoch, arena.view(block.offset, block.nbytes))
         self._holdings.leases.served(held, GrpcTransport.name, block.nbytes)
-        return message
+        return holding, message
 
 
 def _translated(error: BaseException, source: Instance) -> BaseException:

@@ -18,7 +18,7 @@ from relay_service.core.instance import Instance
 from relay_service.core.leases import Lease
 from relay_service.core.manifest import BLOCK_BYTES, Manifest
 from relay_service.core.ports import Land
-from relay_service.core.rate import TokenBucket
+from relay_service.core.rate import Limits, TokenBucket
 from relay_service.core.together import in_thread, together
 
 _THREADS = min(2, os.cpu_count() or 1)
@@ -62,7 +62,7 @@ class ShmSession:
         self._holdings = holdings
         self._holding = holding
         self._lease = lease
-        self._egress = egress
+        self._egress = Limits(egress, holding.egress)
         self._offer = holding.offered.at(lease.epoch)
         self.upstream = self._offer.upstream if self._offer else ()
 

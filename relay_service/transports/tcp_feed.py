@@ -12,7 +12,7 @@ from collections.abc import Callable
 from relay_service.core.grants import Grant
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import Lease
-from relay_service.core.rate import TokenBucket
+from relay_service.core.rate import Limits, TokenBucket
 from relay_service.errors import InvalidRequest, RelayError
 from relay_service.transports.tcp_wire import REASON_BYTES, STEP_SECONDS, Kind, Wire, pack
 
@@ -86,7 +86,7 @@ class Feeder:
         if not holding.offered.has(grant.rank, index, grant.epoch):
             self._flush()
             self._arrive(grant.lease, grant.rank, index)
-        self._pace(block.nbytes)
+        self._pace(Limits(self._egress, holding.egress), block.nbytes)
         held, _ = self._holdings.leased(grant.lease)
         head = self._unsaid + pack(Kind.DATA, index, block.nbytes)
         with holding.reading(grant.rank, grant.epoch, index) as arena:
@@ -110,9 +110,9 @@ class Feeder:
             self._book(*self._sent)
             self._sent = None
 
-    def _pace(self, nbytes: int) -> None:
-        """Waits for the relay's own limit, and tells the reader that it does."""
-        delay = self._egress.delay(nbytes)
+    def _pace(self, limit: TokenBucket, nbytes: int) -> None:
+        """Waits for a limit of our own, and tells the reader that it does."""
+        delay = limit.delay(nbytes)
         while delay > 0:
             self._unsaid += pack(Kind.WAIT)
             self._flush()

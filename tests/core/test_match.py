@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay_service.core.format import Format, Placement
-from relay_service.core.instance import State, Weights
+from relay_service.core.instance import FILLING_EPOCH, Filling, State, Weights
 from relay_service.core.match import Target, match
 
 TARGET = Target("target", FORMAT, Placement())
@@ -125,3 +125,29 @@ def test_a_map_is_named_where_everything_else_is_the_same():
     seed, target = Placement(2, 2, 4, "ab12"), Placement(2, 2, 4, "cd34")
     assert seed.difference(target) == "expert_map: seed ab12, target cd34"
     assert seed.difference(seed) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"placement": Placement(2)}, "tensor_parallel_size: seed 2, target 1"),
+        ({"format": with_facts(dtype="float16")}, "dtype: seed float16, target bfloat16"),
+        ({"filling": None}, "state: DUMMY holds no complete weights"),
+        ({"filling": Filling("tiny", "v1", "digest", FILLING_EPOCH + 1, "target")},
+         "it reads from target itself"),
+        ({"filling": Filling("tiny", "v1", "digest", FILLING_EPOCH + 1, "between")},
+         "it reads from target itself"),
+    ],
+)  # fmt: skip
+def test_incomplete_ones(changes, reason):
+    """One that is being filled fits as long as it is placed alike and isn't fed by the target."""
+    coming = Filling("tiny", "v1", "digest", FILLING_EPOCH + 1, "seed")
+    source = instance(
+        "source", **{"state": State.DUMMY, "weights": Weights(), "filling": coming} | changes
+    )
+    between = instance(
+        "between", state=State.DUMMY, filling=Filling("tiny", "v1", "digest", 1, "target")
+    )
+    judged = {m.instance.instance: m.reason for m in match(TARGET, [source, between])}
+    assert judged["source"] == reason

@@ -7,7 +7,7 @@ from engine_service.core import model_files
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.errors import ConfigError, ModelError
 from relay_service.core.format import Format
-from relay_service.core.instance import Artifact, State, Weights
+from relay_service.core.instance import FILLING_EPOCH, Artifact, Filling, State, Weights
 
 FILES = (Artifact("config.json", 2, "0" * 64),)
 OTHER = Format((("config.hidden_size", "65"),))
@@ -89,3 +89,19 @@ def test_a_file_that_is_too_large_to_travel(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_bytes(bytes(11))
     with pytest.raises(ModelError, match=r"config\.json is larger than 10 bytes"):
         read_folder(tmp_path)
+
+
+def filling(name: str, digest: str = "digest", model: str = "tiny"):
+    """Returns an incomplete instance that has its model's files; it may call itself anything."""
+    coming = Filling(model, "v1", digest, FILLING_EPOCH + 1, "seed")
+    return offer(name, "dummy", state=State.DUMMY, weights=Weights(), filling=coming)
+
+
+def test_files_of_one_that_is_being_filled():
+    """They are taken where no complete holder is there, as those of the model that is coming."""
+    assert choose_offer([filling("a")], "").instance == "a"
+    assert choose_offer([filling("a"), offer("b")], "").instance == "b"
+    assert choose_offer([filling("a")], "tiny").model == "tiny"
+    assert choose_offer([filling("a")], "dummy") is None
+    with pytest.raises(ConfigError, match=r"base \(from b\), tiny \(from a\)"):
+        choose_offer([filling("a"), filling("b", "other digest", "base")], "")

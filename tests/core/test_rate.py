@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeClock
 
 from relay_service.core import rate
-from relay_service.core.rate import TokenBucket, parse_rate
+from relay_service.core.rate import Limits, TokenBucket, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,20 @@ def test_a_limited_flow_is_taken_in_small_pieces():
     """A limited reader takes block by block, an unlimited one many blocks at a time."""
     assert TokenBucket(5).batch_blocks == 1
     assert TokenBucket().batch_blocks > 8
+
+
+async def test_limits_that_hold_at_once(monkeypatch):
+    """What passes several limits is counted by each, and waits for the slowest at that time."""
+    fake = FakeTime(monkeypatch)
+    own, shared = TokenBucket(100), TokenBucket(1000)
+    both = Limits(own, TokenBucket(), shared)
+    assert (both.bytes_per_second, both.batch_blocks) == (100, 1)
+    assert Limits(TokenBucket()).batch_blocks == TokenBucket().batch_blocks
+    await both.take(100)
+    assert fake.slept == []
+    await both.take(100)
+    assert fake.slept == [1.0]
+    shared.delay(5000)  # somebody else's
+    await both.take(100)
+    assert fake.slept[1:] == [pytest.approx(5.0)]
+    assert Limits().delay(1 << 40) == 0

@@ -14,7 +14,7 @@ from engine_service.rpc import relay_link
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.record import record
-from relay_service.rpc import directory
+from relay_service.rpc import directory_link
 from relay_service.rpc.servicer import RelayServicer
 from relay_service.transports import grpc_stream
 from relay_service.transports.grpc_stream import BlockServicer
@@ -51,7 +51,7 @@ async def two_hosts(fleet):
 
 async def test_a_directory_that_hangs(fleet, mute, monkeypatch):
     """A relay whose directory hangs lists what it knows, says so, and ends when it is told to."""
-    monkeypatch.setattr(directory, "DIRECTORY_SECONDS", 0.2)
+    monkeypatch.setattr(directory_link, "DIRECTORY_SECONDS", 0.2)
     relay = await fleet.relay(join=mute)
     await fleet.dummy(relay)
     client = fleet.client(relay)

@@ -75,6 +75,10 @@ async def test_a_relay(fleet, caplog):
     assert before["relay_blocks_total", "verified"] == 0
     assert before["relay_instances", "DUMMY"] == 1
     assert before["relay_directory_reachable",] == 1
+    assert before["relay_sources", "complete"] == 0
+    assert before["relay_sources", "nothing"] == 1
+    known = await scraped(here.metrics_address)
+    assert (known["relay_sources", "complete"], known["relay_sources", "incomplete"]) == (1, 0)
     await pull(fleet.client(there))
     sent, received = await scraped(here.metrics_address), await scraped(there.metrics_address)
     size = fleet.layout.weight_bytes

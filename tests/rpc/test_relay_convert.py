@@ -2,19 +2,29 @@
 
 import pytest
 from cutting import matrices, placements
-from fakes import instance, lay_out_bytes, random_bytes, replace, seam_layout, verified
+from fakes import (
+    instance,
+    lay_out_bytes,
+    random_bytes,
+    replace,
+    seam_layout,
+    transfer_state,
+    verified,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_service.errors import InvalidRequest as EngineInvalidRequest
 from engine_service.rpc import convert as engine_convert
 from relay_service.core.format import Placement
-from relay_service.core.instance import Artifact, State, Weights
+from relay_service.core.instance import Artifact, Filling, Reader, State, Weights
 from relay_service.core.layout import check
+from relay_service.core.logs import MAX_TRANSFER_CHARS
 from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.transfer_state import MAX_REASON_CHARS, MAX_STEPS
 from relay_service.errors import InvalidRequest, ManifestError
-from relay_service.rpc import convert
+from relay_service.rpc import convert, convert_manifest, convert_transfer
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 
@@ -27,16 +37,47 @@ def test_an_instance_round_trips(state):
         weights=Weights("v7", "ab" * 16, 9),
         artifacts=(Artifact("config.json", 2, "0" * 64),),
         leases=4,
+        readers=(Reader("target", "abc123", 1 << 40),),
+        filling=Filling("tiny", "v8", "cd" * 16, 1 << 41, "seed"),
     )
     assert convert.instance_from_proto(convert.instance_to_proto(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"outcome": "NoSource", "bytes_per_second": 0},
+        {"bytes_per_second": 1, "bytes_total": 1 << 62, "age_seconds": 1e9, "path": ()},
+    ],
+)
+def test_a_transfer_round_trips(changes):
+    """What is told of a transfer arrives as it was sent, and how long it takes with it."""
+    sent = transfer_state(**changes)
+    message = convert_transfer.to_proto(sent)
+    assert convert_transfer.from_proto(message) == sent
+    assert message.HasField("remaining") == (sent.remaining_seconds is not None)
+
+
+def test_a_transfer_that_is_told_at_length():
+    """Of what another relay tells only so much is kept as can be shown."""
+    message = convert_transfer.to_proto(transfer_state())
+    message.transfer = "\x1b[2J" + "a" * 100
+    message.path.extend(weights_pb2.PathStep(reason="r" * 10_000) for _ in range(1000))
+    kept = convert_transfer.from_proto(message)
+    assert kept.transfer.isalnum()
+    assert len(kept.transfer) <= MAX_TRANSFER_CHARS
+    assert (len(kept.path), {len(step.reason) for step in kept.path}) == (
+        MAX_STEPS, {MAX_REASON_CHARS},
+    )  # fmt: skip
 
 
 def test_a_manifest_round_trips():
     """A manifest with every kind of tensor arrives as it was sent, verified or not."""
     layout = seam_layout(rank=2)
     for sent in (layout, verified(layout, random_bytes(layout)), lay_out_bytes([])):
-        pages = list(convert.manifest_pages(sent))
-        assert convert.manifest_from_pages(sent.rank, pages) == sent
+        pages = list(convert_manifest.manifest_pages(sent))
+        assert convert_manifest.manifest_from_pages(sent.rank, pages) == sent
 
 
 @given(st.data(), matrices, st.sampled_from(["", "packed in tiles"]))
@@ -51,8 +92,8 @@ def test_cuts_round_trip(data, model, sealed):
         ]  # fmt: skip
         sent = Manifest(one.manifest.rank, one.manifest.data_bytes, tuple(units))
         check(sent)
-        pages = list(convert.manifest_pages(sent))
-        assert convert.manifest_from_pages(sent.rank, pages) == sent
+        pages = list(convert_manifest.manifest_pages(sent))
+        assert convert_manifest.manifest_from_pages(sent.rank, pages) == sent
 
 
 def test_how_a_source_lies_otherwise_round_trips():
@@ -116,7 +157,7 @@ pages = st.builds(
 def test_any_manifest_is_checked_or_refused(sent):
     """Whatever pages a peer sends, they are a manifest that holds together or a `ManifestError`."""
     try:
-        manifest = convert.manifest_from_pages(0, sent)
+        manifest = convert_manifest.manifest_from_pages(0, sent)
         check(manifest)
     except ManifestError:
         return
@@ -129,7 +170,7 @@ def test_an_unknown_dtype_is_named():
     unit = weights_pb2.WeightUnit(name="layer.0", tensors=[tensor])
     page = relay_pb2.GetManifestResponse(units=[unit])
     with pytest.raises(ManifestError, match=r"tensor layer\.0\.qkv: unknown dtype 'f4_unheard_of'"):
-        convert.manifest_from_pages(0, [page])
+        convert_manifest.manifest_from_pages(0, [page])
 
 
 @pytest.mark.parametrize(

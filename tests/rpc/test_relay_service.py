@@ -87,7 +87,7 @@ async def test_status(fleet):
 
 def renew_fast(monkeypatch) -> None:
     """Shortens the renewal interval: how long it is is not under test."""
-    monkeypatch.setattr("relay_service.rpc.directory.RENEW_SECONDS", 0.05)
+    monkeypatch.setattr("relay_service.rpc.directory_link.RENEW_SECONDS", 0.05)
 
 
 async def known(client: RelayClient) -> set[str]:

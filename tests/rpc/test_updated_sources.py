@@ -9,7 +9,7 @@ from relays import LAYOUT
 from clients.errors import CallFailed
 from relay_service.core.instance import State, Weights
 from relay_service.core.match import Target
-from relay_service.rpc import directory
+from relay_service.rpc import directory_link
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 NEW_DATA = random_bytes(LAYOUT, 77)
@@ -18,7 +18,7 @@ NEW_DATA = random_bytes(LAYOUT, 77)
 @pytest.fixture(autouse=True)
 def _renew_often(monkeypatch):
     """Announces often: what is under test is that there is a while between."""
-    monkeypatch.setattr(directory, "RENEW_SECONDS", 0.4)
+    monkeypatch.setattr(directory_link, "RENEW_SECONDS", 0.4)
 
 
 async def three_hosts(fleet):

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from seedrelay.v1 import weights_pb2 as _weights_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -39,7 +40,7 @@ class RankBlocks(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., have_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("instance", "generation", "model", "state", "format", "placement", "weight_version", "weights_digest", "epoch", "ranks", "artifacts", "address", "lease_count", "filling")
+    __slots__ = ("instance", "generation", "model", "state", "format", "placement", "weight_version", "weights_digest", "epoch", "ranks", "artifacts", "address", "lease_count", "filling", "readers")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +55,7 @@ class Instance(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
     FILLING_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     model: str
@@ -68,7 +70,18 @@ class Instance(_message.Message):
     address: str
     lease_count: int
     filling: Filling
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankBlocks, _Mapping]]] = ..., artifacts: _Optional[_Iterable[_Union[_weights_pb2.Artifact, _Mapping]]] = ..., address: _Optional[str] = ..., lease_count: _Optional[int] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ...) -> None: ...
+    readers: _containers.RepeatedCompositeFieldContainer[Reader]
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankBlocks, _Mapping]]] = ..., artifacts: _Optional[_Iterable[_Union[_weights_pb2.Artifact, _Mapping]]] = ..., address: _Optional[str] = ..., lease_count: _Optional[int] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., readers: _Optional[_Iterable[_Union[Reader, _Mapping]]] = ...) -> None: ...
+
+class Reader(_message.Message):
+    __slots__ = ("instance", "transfer", "bytes_served")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SERVED_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    transfer: str
+    bytes_served: int
+    def __init__(self, instance: _Optional[str] = ..., transfer: _Optional[str] = ..., bytes_served: _Optional[int] = ...) -> None: ...
 
 class Filling(_message.Message):
     __slots__ = ("model", "weight_version", "weights_digest", "epoch", "source_instance")
@@ -85,14 +98,20 @@ class Filling(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., source_instance: _Optional[str] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("address", "relay_generation", "instances")
+    __slots__ = ("address", "relay_generation", "instances", "transfers", "start_time", "sequence")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     address: str
     relay_generation: str
     instances: _containers.RepeatedCompositeFieldContainer[Instance]
-    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    start_time: _timestamp_pb2.Timestamp
+    sequence: int
+    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
     __slots__ = ("expiry",)
@@ -135,17 +154,49 @@ class GetRelayStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Transfer(_message.Message):
-    __slots__ = ("transfer", "instance", "progress")
+    __slots__ = ("transfer", "instance", "progress", "address", "bytes_moved", "bytes_reread", "blocks_verified", "blocks_total", "blocks_failed", "bytes_per_second", "average_bytes_per_second", "age", "remaining", "path", "outcome")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_REREAD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     transfer: str
     instance: str
     progress: _weights_pb2.PullProgress
-    def __init__(self, transfer: _Optional[str] = ..., instance: _Optional[str] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ...) -> None: ...
+    address: str
+    bytes_moved: int
+    bytes_reread: int
+    blocks_verified: int
+    blocks_total: int
+    blocks_failed: int
+    bytes_per_second: int
+    average_bytes_per_second: int
+    age: _duration_pb2.Duration
+    remaining: _duration_pb2.Duration
+    path: _containers.RepeatedCompositeFieldContainer[_weights_pb2.PathStep]
+    outcome: str
+    def __init__(self, transfer: _Optional[str] = ..., instance: _Optional[str] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ..., address: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_verified: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., bytes_per_second: _Optional[int] = ..., average_bytes_per_second: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Iterable[_Union[_weights_pb2.PathStep, _Mapping]]] = ..., outcome: _Optional[str] = ...) -> None: ...
+
+class Directory(_message.Message):
+    __slots__ = ("address", "reachable")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    reachable: bool
+    def __init__(self, address: _Optional[str] = ..., reachable: _Optional[bool] = ...) -> None: ...
 
 class GetRelayStatusResponse(_message.Message):
-    __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count")
+    __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count", "ended_transfers", "directories")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +204,8 @@ class GetRelayStatusResponse(_message.Message):
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
     address: str
     relay_generation: str
     directory: str
@@ -160,7 +213,25 @@ class GetRelayStatusResponse(_message.Message):
     instances: _containers.RepeatedCompositeFieldContainer[Instance]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     lease_count: int
-    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ...) -> None: ...
+    ended_transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    directories: _containers.RepeatedCompositeFieldContainer[Directory]
+    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ..., ended_transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., directories: _Optional[_Iterable[_Union[Directory, _Mapping]]] = ...) -> None: ...
+
+class WatchTransfersRequest(_message.Message):
+    __slots__ = ("own_only", "interval")
+    OWN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    own_only: bool
+    interval: _duration_pb2.Duration
+    def __init__(self, own_only: _Optional[bool] = ..., interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class WatchTransfersResponse(_message.Message):
+    __slots__ = ("transfers", "ended_transfers")
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    ended_transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
+    def __init__(self, transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., ended_transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("instance", "generation", "rank", "staged", "epoch")

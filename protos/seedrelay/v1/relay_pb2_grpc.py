@@ -56,6 +56,11 @@ class RelayServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchTransfers = channel.unary_stream(
+                '/seedrelay.v1.RelayService/WatchTransfers',
+                request_serializer=seedrelay_dot_v1_dot_relay__pb2.WatchTransfersRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_relay__pb2.WatchTransfersResponse.FromString,
+                _registered_method=True)
         self.GetManifest = channel.unary_stream(
                 '/seedrelay.v1.RelayService/GetManifest',
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.GetManifestRequest.SerializeToString,
@@ -113,6 +118,9 @@ class RelayServiceServicer:
     def Announce(self, request, context):
         """Announces every instance of one relay to its directory and renews them.
         What was announced before by this relay and is missing now has left.
+
+        Fails with `ALREADY_EXISTS` when a relay that was started later announces
+        the same address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +135,18 @@ class RelayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRelayStatus(self, request, context):
-        """Gets the state of this relay: its fleet and its running transfers.
+        """Gets the state of this relay: its fleet and the transfers that it knows of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTransfers(self, request, context):
+        """Streams the transfers that this relay knows of: all of them at once, then
+        whenever one begins, ends, or goes on to another phase or source, and at an
+        interval. A directory knows those of all relays that announce to it.
+
+        Each message stands alone. Who reads slowly misses some, and gets the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,6 +264,11 @@ def add_RelayServiceServicer_to_server(servicer, server):
                     servicer.GetRelayStatus,
                     request_deserializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.SerializeToString,
+            ),
+            'WatchTransfers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTransfers,
+                    request_deserializer=seedrelay_dot_v1_dot_relay__pb2.WatchTransfersRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_relay__pb2.WatchTransfersResponse.SerializeToString,
             ),
             'GetManifest': grpc.unary_stream_rpc_method_handler(
                     servicer.GetManifest,
@@ -397,6 +421,33 @@ class RelayService:
             '/seedrelay.v1.RelayService/GetRelayStatus',
             seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusRequest.SerializeToString,
             seedrelay_dot_v1_dot_relay__pb2.GetRelayStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTransfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seedrelay.v1.RelayService/WatchTransfers',
+            seedrelay_dot_v1_dot_relay__pb2.WatchTransfersRequest.SerializeToString,
+            seedrelay_dot_v1_dot_relay__pb2.WatchTransfersResponse.FromString,
             options,
             channel_credentials,
             insecure,
