@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients import report_pause
+from clients import report_kept, report_pause
 from relay_service.core.instance import Instance
 from relay_service.core.match import Match
 from relay_service.rpc import convert
@@ -127,6 +127,7 @@ def relay_status(status: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
             {"transfer": t.transfer, "instance": t.instance, **progress(t.progress)}
             for t in status.transfers
         ],
+        "kept_arenas": [report_kept.arena(one) for one in status.kept_arenas],
     }
 
 

@@ -15,8 +15,9 @@ from relay_service.core.logs import clean_transfer, transfer_id
 from relay_service.core.match import Target, match
 from relay_service.core.registry import EXPIRY_SECONDS, Registry
 from relay_service.core.transfers import Transfer, Transfers
-from relay_service.errors import InvalidRequest, PullEnded
+from relay_service.errors import InvalidRequest, NotFound, PullEnded
 from relay_service.rpc import convert
+from relay_service.rpc.convert_kept import kept_to_proto
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
 from seedrelay.v1 import relay_pb2, relay_pb2_grpc
@@ -117,6 +118,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
                 for t in self._transfers.running
             ],
             lease_count=self._holdings.leases.count(),
+            kept_arenas=kept_to_proto(self._holdings.kept),
         )  # fmt: skip
 
     @streams
@@ -218,6 +220,16 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         holding = self._holdings.get(request.instance, request.generation)
         await self._transfers.end(holding)
         return relay_pb2.ReturnMappingResponse(unmapped_count=holding.return_mapping())
+
+    @answers
+    async def ForgetArena(  # noqa: N802
+        self, request: relay_pb2.ForgetArenaRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.ForgetArenaResponse:
+        """Gives back what is kept for an instance."""
+        del context
+        if not self._holdings.forget(request.instance, "an operator ended it"):
+            raise NotFound(f"no arena of {request.instance!r} is kept here", field="instance")
+        return relay_pb2.ForgetArenaResponse()
 
 
 async def _watch(transfer: Transfer) -> AsyncIterator[relay_pb2.PullResponse]:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from seedrelay.v1 import weights_pb2 as seedrelay_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18seedrelay/v1/relay.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aseedrelay/v1/weights.proto\"\x16\n\x14GetAttachmentRequest\"\\\n\x15GetAttachmentResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\"d\n\nRankBlocks\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bhave_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\x9e\x03\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x06\x66ormat\x18\x05 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.seedrelay.v1.RankBlocks\x12)\n\tartifacts\x18\x0b \x03(\x0b\x32\x16.seedrelay.v1.Artifact\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\x12\x13\n\x0blease_count\x18\r \x01(\x05\x12&\n\x07\x66illing\x18\x0e \x01(\x0b\x32\x15.seedrelay.v1.Filling\"p\n\x07\x46illing\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x17\n\x0fsource_instance\x18\x05 \x01(\t\"g\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12)\n\tinstances\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.Instance\"=\n\x10\x41nnounceResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x12ListSourcesRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x06\x66ormat\x18\x02 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x19\n\x11without_directory\x18\x04 \x01(\x08\"_\n\x06Source\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.seedrelay.v1.Instance\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05recut\x18\x04 \x01(\t\"<\n\x13ListSourcesResponse\x12%\n\x07sources\x18\x01 \x03(\x0b\x32\x14.seedrelay.v1.Source\"\x17\n\x15GetRelayStatusRequest\"\\\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\"\xde\x01\n\x16GetRelayStatusResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x1b\n\x13\x64irectory_reachable\x18\x04 \x01(\x08\x12)\n\tinstances\x18\x05 \x03(\x0b\x32\x16.seedrelay.v1.Instance\x12)\n\ttransfers\x18\x06 \x03(\x0b\x32\x16.seedrelay.v1.Transfer\x12\x13\n\x0blease_count\x18\x07 \x01(\x05\"g\n\x12GetManifestRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06staged\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\"R\n\x13GetManifestResponse\x12\x12\n\ndata_bytes\x18\x01 \x01(\x03\x12\'\n\x05units\x18\x02 \x03(\x0b\x32\x18.seedrelay.v1.WeightUnit\"$\n\x12GetArtifactRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"#\n\x13GetArtifactResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x94\x01\n\x13\x41\x63quireLeaseRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0e\n\x06holder\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x0e\n\x06yields\x18\x07 \x01(\x08\"\x8a\x01\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05lease\x18\x01 \x01(\t\x12)\n\x06\x65xpiry\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05probe\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x1a\n\x12upstream_instances\x18\x05 \x03(\t\"\"\n\x11RenewLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"?\n\x12RenewLeaseResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"4\n\x08\x42lockRun\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"o\n\x10GrantReadRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12$\n\x04runs\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.BlockRun\x12\x18\n\x10\x63onnection_count\x18\x04 \x01(\x05\"d\n\x11GrantReadResponse\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\t\x12\x0e\n\x06grants\x18\x02 \x03(\x0c\x12)\n\x06\x65xpiry\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0bPullRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x07options\x18\x02 \x01(\x0b\x32\x19.seedrelay.v1.PullOptions\"u\n\x0cPullResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x18.seedrelay.v1.PullReport\x12\r\n\x05probe\x18\x03 \x01(\x0c\"<\n\x14ReturnMappingRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"/\n\x15ReturnMappingResponse\x12\x16\n\x0eunmapped_count\x18\x01 \x01(\x05\"@\n\x11ReadBlocksRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x03\"@\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xf8\x07\n\x0cRelayService\x12X\n\rGetAttachment\x12\".seedrelay.v1.GetAttachmentRequest\x1a#.seedrelay.v1.GetAttachmentResponse\x12I\n\x08\x41nnounce\x12\x1d.seedrelay.v1.AnnounceRequest\x1a\x1e.seedrelay.v1.AnnounceResponse\x12R\n\x0bListSources\x12 .seedrelay.v1.ListSourcesRequest\x1a!.seedrelay.v1.ListSourcesResponse\x12[\n\x0eGetRelayStatus\x12#.seedrelay.v1.GetRelayStatusRequest\x1a$.seedrelay.v1.GetRelayStatusResponse\x12T\n\x0bGetManifest\x12 .seedrelay.v1.GetManifestRequest\x1a!.seedrelay.v1.GetManifestResponse0\x01\x12T\n\x0bGetArtifact\x12 .seedrelay.v1.GetArtifactRequest\x1a!.seedrelay.v1.GetArtifactResponse0\x01\x12U\n\x0c\x41\x63quireLease\x12!.seedrelay.v1.AcquireLeaseRequest\x1a\".seedrelay.v1.AcquireLeaseResponse\x12O\n\nRenewLease\x12\x1f.seedrelay.v1.RenewLeaseRequest\x1a .seedrelay.v1.RenewLeaseResponse\x12U\n\x0cReleaseLease\x12!.seedrelay.v1.ReleaseLeaseRequest\x1a\".seedrelay.v1.ReleaseLeaseResponse\x12L\n\tGrantRead\x12\x1e.seedrelay.v1.GrantReadRequest\x1a\x1f.seedrelay.v1.GrantReadResponse\x12?\n\x04Pull\x12\x19.seedrelay.v1.PullRequest\x1a\x1a.seedrelay.v1.PullResponse0\x01\x12X\n\rReturnMapping\x12\".seedrelay.v1.ReturnMappingRequest\x1a#.seedrelay.v1.ReturnMappingResponse2a\n\x0c\x42lockService\x12Q\n\nReadBlocks\x12\x1f.seedrelay.v1.ReadBlocksRequest\x1a .seedrelay.v1.ReadBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18seedrelay/v1/relay.proto\x12\x0cseedrelay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aseedrelay/v1/weights.proto\"\x16\n\x14GetAttachmentRequest\"\\\n\x15GetAttachmentResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\"d\n\nRankBlocks\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bhave_blocks\x18\x02 \x01(\x03\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\x9e\x03\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.seedrelay.v1.InstanceState\x12$\n\x06\x66ormat\x18\x05 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x16\n\x0eweights_digest\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x03\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.seedrelay.v1.RankBlocks\x12)\n\tartifacts\x18\x0b \x03(\x0b\x32\x16.seedrelay.v1.Artifact\x12\x0f\n\x07\x61\x64\x64ress\x18\x0c \x01(\t\x12\x13\n\x0blease_count\x18\r \x01(\x05\x12&\n\x07\x66illing\x18\x0e \x01(\x0b\x32\x15.seedrelay.v1.Filling\"p\n\x07\x46illing\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x17\n\x0fsource_instance\x18\x05 \x01(\t\"g\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12)\n\tinstances\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.Instance\"=\n\x10\x41nnounceResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x12ListSourcesRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x06\x66ormat\x18\x02 \x01(\x0b\x32\x14.seedrelay.v1.Format\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.seedrelay.v1.Placement\x12\x19\n\x11without_directory\x18\x04 \x01(\x08\"_\n\x06Source\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.seedrelay.v1.Instance\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05recut\x18\x04 \x01(\t\"<\n\x13ListSourcesResponse\x12%\n\x07sources\x18\x01 \x03(\x0b\x32\x14.seedrelay.v1.Source\"\x17\n\x15GetRelayStatusRequest\"\\\n\x08Transfer\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12,\n\x08progress\x18\x03 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\"\x8d\x01\n\tKeptArena\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12)\n\x06\x65xpiry\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8c\x02\n\x16GetRelayStatusResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x18\n\x10relay_generation\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\x1b\n\x13\x64irectory_reachable\x18\x04 \x01(\x08\x12)\n\tinstances\x18\x05 \x03(\x0b\x32\x16.seedrelay.v1.Instance\x12)\n\ttransfers\x18\x06 \x03(\x0b\x32\x16.seedrelay.v1.Transfer\x12\x13\n\x0blease_count\x18\x07 \x01(\x05\x12,\n\x0bkept_arenas\x18\x08 \x03(\x0b\x32\x17.seedrelay.v1.KeptArena\"&\n\x12\x46orgetArenaRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\"\x15\n\x13\x46orgetArenaResponse\"g\n\x12GetManifestRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x0e\n\x06staged\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\"R\n\x13GetManifestResponse\x12\x12\n\ndata_bytes\x18\x01 \x01(\x03\x12\'\n\x05units\x18\x02 \x03(\x0b\x32\x18.seedrelay.v1.WeightUnit\"$\n\x12GetArtifactRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"#\n\x13GetArtifactResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x94\x01\n\x13\x41\x63quireLeaseRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x04 \x01(\t\x12\x0e\n\x06holder\x18\x05 \x01(\t\x12\x10\n\x08transfer\x18\x06 \x01(\t\x12\x0e\n\x06yields\x18\x07 \x01(\x08\"\x8a\x01\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05lease\x18\x01 \x01(\t\x12)\n\x06\x65xpiry\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05probe\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x1a\n\x12upstream_instances\x18\x05 \x03(\t\"\"\n\x11RenewLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"?\n\x12RenewLeaseResponse\x12)\n\x06\x65xpiry\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05lease\x18\x01 \x01(\t\"\x16\n\x14ReleaseLeaseResponse\"4\n\x08\x42lockRun\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"o\n\x10GrantReadRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12$\n\x04runs\x18\x03 \x03(\x0b\x32\x16.seedrelay.v1.BlockRun\x12\x18\n\x10\x63onnection_count\x18\x04 \x01(\x05\"d\n\x11GrantReadResponse\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\t\x12\x0e\n\x06grants\x18\x02 \x03(\x0c\x12)\n\x06\x65xpiry\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0bPullRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x07options\x18\x02 \x01(\x0b\x32\x19.seedrelay.v1.PullOptions\"u\n\x0cPullResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.seedrelay.v1.PullProgress\x12(\n\x06report\x18\x02 \x01(\x0b\x32\x18.seedrelay.v1.PullReport\x12\r\n\x05probe\x18\x03 \x01(\x0c\"<\n\x14ReturnMappingRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\"/\n\x15ReturnMappingResponse\x12\x16\n\x0eunmapped_count\x18\x01 \x01(\x05\"@\n\x11ReadBlocksRequest\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x03\"@\n\x12ReadBlocksResponse\x12\r\n\x05\x62lock\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xcc\x08\n\x0cRelayService\x12X\n\rGetAttachment\x12\".seedrelay.v1.GetAttachmentRequest\x1a#.seedrelay.v1.GetAttachmentResponse\x12I\n\x08\x41nnounce\x12\x1d.seedrelay.v1.AnnounceRequest\x1a\x1e.seedrelay.v1.AnnounceResponse\x12R\n\x0bListSources\x12 .seedrelay.v1.ListSourcesRequest\x1a!.seedrelay.v1.ListSourcesResponse\x12[\n\x0eGetRelayStatus\x12#.seedrelay.v1.GetRelayStatusRequest\x1a$.seedrelay.v1.GetRelayStatusResponse\x12T\n\x0bGetManifest\x12 .seedrelay.v1.GetManifestRequest\x1a!.seedrelay.v1.GetManifestResponse0\x01\x12T\n\x0bGetArtifact\x12 .seedrelay.v1.GetArtifactRequest\x1a!.seedrelay.v1.GetArtifactResponse0\x01\x12U\n\x0c\x41\x63quireLease\x12!.seedrelay.v1.AcquireLeaseRequest\x1a\".seedrelay.v1.AcquireLeaseResponse\x12O\n\nRenewLease\x12\x1f.seedrelay.v1.RenewLeaseRequest\x1a .seedrelay.v1.RenewLeaseResponse\x12U\n\x0cReleaseLease\x12!.seedrelay.v1.ReleaseLeaseRequest\x1a\".seedrelay.v1.ReleaseLeaseResponse\x12L\n\tGrantRead\x12\x1e.seedrelay.v1.GrantReadRequest\x1a\x1f.seedrelay.v1.GrantReadResponse\x12?\n\x04Pull\x12\x19.seedrelay.v1.PullRequest\x1a\x1a.seedrelay.v1.PullResponse0\x01\x12X\n\rReturnMapping\x12\".seedrelay.v1.ReturnMappingRequest\x1a#.seedrelay.v1.ReturnMappingResponse\x12R\n\x0b\x46orgetArena\x12 .seedrelay.v1.ForgetArenaRequest\x1a!.seedrelay.v1.ForgetArenaResponse2a\n\x0c\x42lockService\x12Q\n\nReadBlocks\x12\x1f.seedrelay.v1.ReadBlocksRequest\x1a .seedrelay.v1.ReadBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,48 +57,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRELAYSTATUSREQUEST']._serialized_end=1353
   _globals['_TRANSFER']._serialized_start=1355
   _globals['_TRANSFER']._serialized_end=1447
-  _globals['_GETRELAYSTATUSRESPONSE']._serialized_start=1450
-  _globals['_GETRELAYSTATUSRESPONSE']._serialized_end=1672
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1674
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1777
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1779
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1861
-  _globals['_GETARTIFACTREQUEST']._serialized_start=1863
-  _globals['_GETARTIFACTREQUEST']._serialized_end=1899
-  _globals['_GETARTIFACTRESPONSE']._serialized_start=1901
-  _globals['_GETARTIFACTRESPONSE']._serialized_end=1936
-  _globals['_ACQUIRELEASEREQUEST']._serialized_start=1939
-  _globals['_ACQUIRELEASEREQUEST']._serialized_end=2087
-  _globals['_ACQUIRELEASERESPONSE']._serialized_start=2090
-  _globals['_ACQUIRELEASERESPONSE']._serialized_end=2228
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2230
-  _globals['_RENEWLEASEREQUEST']._serialized_end=2264
-  _globals['_RENEWLEASERESPONSE']._serialized_start=2266
-  _globals['_RENEWLEASERESPONSE']._serialized_end=2329
-  _globals['_RELEASELEASEREQUEST']._serialized_start=2331
-  _globals['_RELEASELEASEREQUEST']._serialized_end=2367
-  _globals['_RELEASELEASERESPONSE']._serialized_start=2369
-  _globals['_RELEASELEASERESPONSE']._serialized_end=2391
-  _globals['_BLOCKRUN']._serialized_start=2393
-  _globals['_BLOCKRUN']._serialized_end=2445
-  _globals['_GRANTREADREQUEST']._serialized_start=2447
-  _globals['_GRANTREADREQUEST']._serialized_end=2558
-  _globals['_GRANTREADRESPONSE']._serialized_start=2560
-  _globals['_GRANTREADRESPONSE']._serialized_end=2660
-  _globals['_PULLREQUEST']._serialized_start=2662
-  _globals['_PULLREQUEST']._serialized_end=2737
-  _globals['_PULLRESPONSE']._serialized_start=2739
-  _globals['_PULLRESPONSE']._serialized_end=2856
-  _globals['_RETURNMAPPINGREQUEST']._serialized_start=2858
-  _globals['_RETURNMAPPINGREQUEST']._serialized_end=2918
-  _globals['_RETURNMAPPINGRESPONSE']._serialized_start=2920
-  _globals['_RETURNMAPPINGRESPONSE']._serialized_end=2967
-  _globals['_READBLOCKSREQUEST']._serialized_start=2969
-  _globals['_READBLOCKSREQUEST']._serialized_end=3033
-  _globals['_READBLOCKSRESPONSE']._serialized_start=3035
-  _globals['_READBLOCKSRESPONSE']._serialized_end=3099
-  _globals['_RELAYSERVICE']._serialized_start=3102
-  _globals['_RELAYSERVICE']._serialized_end=4118
-  _globals['_BLOCKSERVICE']._serialized_start=4120
-  _globals['_BLOCKSERVICE']._serialized_end=4217
+  _globals['_KEPTARENA']._serialized_start=1450
+  _globals['_KEPTARENA']._serialized_end=1591
+  _globals['_GETRELAYSTATUSRESPONSE']._serialized_start=1594
+  _globals['_GETRELAYSTATUSRESPONSE']._serialized_end=1862
+  _globals['_FORGETARENAREQUEST']._serialized_start=1864
+  _globals['_FORGETARENAREQUEST']._serialized_end=1902
+  _globals['_FORGETARENARESPONSE']._serialized_start=1904
+  _globals['_FORGETARENARESPONSE']._serialized_end=1925
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1927
+  _globals['_GETMANIFESTREQUEST']._serialized_end=2030
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=2032
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=2114
+  _globals['_GETARTIFACTREQUEST']._serialized_start=2116
+  _globals['_GETARTIFACTREQUEST']._serialized_end=2152
+  _globals['_GETARTIFACTRESPONSE']._serialized_start=2154
+  _globals['_GETARTIFACTRESPONSE']._serialized_end=2189
+  _globals['_ACQUIRELEASEREQUEST']._serialized_start=2192
+  _globals['_ACQUIRELEASEREQUEST']._serialized_end=2340
+  _globals['_ACQUIRELEASERESPONSE']._serialized_start=2343
+  _globals['_ACQUIRELEASERESPONSE']._serialized_end=2481
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2483
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2517
+  _globals['_RENEWLEASERESPONSE']._serialized_start=2519
+  _globals['_RENEWLEASERESPONSE']._serialized_end=2582
+  _globals['_RELEASELEASEREQUEST']._serialized_start=2584
+  _globals['_RELEASELEASEREQUEST']._serialized_end=2620
+  _globals['_RELEASELEASERESPONSE']._serialized_start=2622
+  _globals['_RELEASELEASERESPONSE']._serialized_end=2644
+  _globals['_BLOCKRUN']._serialized_start=2646
+  _globals['_BLOCKRUN']._serialized_end=2698
+  _globals['_GRANTREADREQUEST']._serialized_start=2700
+  _globals['_GRANTREADREQUEST']._serialized_end=2811
+  _globals['_GRANTREADRESPONSE']._serialized_start=2813
+  _globals['_GRANTREADRESPONSE']._serialized_end=2913
+  _globals['_PULLREQUEST']._serialized_start=2915
+  _globals['_PULLREQUEST']._serialized_end=2990
+  _globals['_PULLRESPONSE']._serialized_start=2992
+  _globals['_PULLRESPONSE']._serialized_end=3109
+  _globals['_RETURNMAPPINGREQUEST']._serialized_start=3111
+  _globals['_RETURNMAPPINGREQUEST']._serialized_end=3171
+  _globals['_RETURNMAPPINGRESPONSE']._serialized_start=3173
+  _globals['_RETURNMAPPINGRESPONSE']._serialized_end=3220
+  _globals['_READBLOCKSREQUEST']._serialized_start=3222
+  _globals['_READBLOCKSREQUEST']._serialized_end=3286
+  _globals['_READBLOCKSRESPONSE']._serialized_start=3288
+  _globals['_READBLOCKSRESPONSE']._serialized_end=3352
+  _globals['_RELAYSERVICE']._serialized_start=3355
+  _globals['_RELAYSERVICE']._serialized_end=4455
+  _globals['_BLOCKSERVICE']._serialized_start=4457
+  _globals['_BLOCKSERVICE']._serialized_end=4554
 # @@protoc_insertion_point(module_scope)
