@@ -82,12 +82,6 @@ class Holding:
         """Life of the instance."""
         return self.attach.generation
 
-    @property
-    def keepable(self) -> bool:
-        """Whether its arenas shall stay when it is detached: its engine asked, and they served."""
-        wanted = self.attach.keep_seconds and self.attach.descriptors_per_rank == 1
-        return bool(wanted) and self.state.committed
-
     def duplicate_descriptors(self) -> list[int]:
         """Returns descriptors of the arenas, by rank, that are the caller's to close."""
         return [os.dup(fd) for fd in self._descriptors]

@@ -11,7 +11,7 @@ from functools import partial
 from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
-from relay_service.core.kept import KeptArenas
+from relay_service.core.kept import KeptArenas, is_worth_keeping, what_lies_in
 from relay_service.core.leases import Lease, LeaseTable
 from relay_service.core.reclaiming import HandedBack, Reclaim, Take
 from relay_service.core.record import record
@@ -53,7 +53,7 @@ class Holdings:
         descriptors = holding.duplicate_descriptors()
         self._leaving.append(holding)
         self.sweep()
-        return HandedBack(holding.weights, tuple(holding.manifests), holding.probe), descriptors
+        return HandedBack(holding.weights, what_lies_in(holding), holding.probe), descriptors
 
     def detach(self, holding: Holding) -> None:
         """Takes an instance off the list; readers with a lease may finish.
@@ -64,7 +64,7 @@ class Holdings:
         holding.drop_lent()
         if self._attached.get(holding.name) is holding:
             del self._attached[holding.name]
-        if holding.keepable and not self._closing:
+        if is_worth_keeping(holding) and not self._closing:
             self.kept.keep(holding)
         else:
             self._leaving.append(holding)

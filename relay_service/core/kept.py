@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from relay_service.core.holding import Holding
 from relay_service.core.logs import fields
+from relay_service.core.manifest import Manifest
 from relay_service.core.reclaiming import Take
 from relay_service.errors import FormatMismatch, NotFound
 
@@ -99,6 +100,20 @@ class KeptArenas:
         """Lets go of what was not taken in time."""
         for name in [n for n, kept in self._kept.items() if kept.ends_at <= self._clock()]:
             self.forget(name, "its time is over")
+
+
+def is_worth_keeping(holding: Holding) -> bool:
+    """Whether an engine asked for it and its arenas, on the host, hold verified blocks."""
+    wanted = holding.attach.keep_seconds and holding.attach.descriptors_per_rank == 1
+    landed = holding.state.fillable and any(one.blocks_verified for one in holding.receivers)
+    return bool(wanted) and (holding.state.committed or landed)
+
+
+def what_lies_in(holding: Holding) -> tuple[Manifest, ...]:
+    """Returns its manifests; without the digests of blocks that had yet to land in a dummy."""
+    if holding.state.committed:
+        return tuple(holding.manifests)
+    return tuple(one.layout.with_digests(one.verified) for one in holding.receivers)
 
 
 def _difference(kept: Holding, wanted: Take) -> str:

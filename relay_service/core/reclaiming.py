@@ -51,7 +51,7 @@ class HandedBack(msgspec.Struct, frozen=True, tag=True):
     """What was kept, as the former life described it last. It lies here no longer.
 
     The bytes may be others: a commit may have been cut short. Each block counts only for what
-    its digest says.
+    its digest says; of a dummy that was being filled, empty digests stand for what had not come.
     """
 
     weights: Weights

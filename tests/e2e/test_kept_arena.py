@@ -139,6 +139,24 @@ async def test_a_kept_byte_that_is_wrong(stage: Stage, model: Path) -> None:
     assert f"{manifest.block_count - 1} of {manifest.block_count} blocks" in again.log_tail()
 
 
+@pytest.mark.full
+async def test_a_target_that_is_killed_in_the_middle_of_a_fill(
+    stage: Stage, make_model: Callable[..., Path]
+) -> None:
+    """Started again, it is sent what had not come."""
+    model = make_model("cast", hidden_size=256, size_bytes=16 << 20, max_positions=256)
+    scene = Kept(stage, model, "--load-format", "dummy", "--rate-limit", str(RATE))
+    seed = stage.engine(model, "--relay", scene.relay.address, "--instance-name", "seed")
+    good = await reach(seed)
+    first = scene.start()
+    at = await halfway(scene.relay, 50)
+    first.kill()
+    status = await reach(scene.start())
+    assert status.weights_digest == good.weights_digest
+    assert status.fill.blocks_reused >= at.bytes_verified // BLOCK_BYTES
+    assert 0 < status.fill.bytes_moved <= at.bytes_total - at.bytes_verified
+
+
 async def test_what_is_forgotten_or_unfit_is_loaded(stage: Stage, model: Path) -> None:
     """Without what was kept an engine starts as ever, and an operator can have it so."""
     scene = Kept(stage, model)

@@ -174,6 +174,28 @@ async def test_what_is_not_kept(fleet, changes):
     assert await reclaiming.ask(fleet.client(relay), "seed", ASKED) is None
 
 
+async def test_what_has_landed_is_kept(fleet):
+    """Of a dummy that ends while it is filled, the next life hears which blocks had come."""
+    relay = await fleet.relay()
+    fleet.layout = lay_out_bytes([8 << 20])
+    fleet.data = random_bytes(fleet.layout)
+    source = await fleet.seed(relay, "source")
+    target = await fleet.dummy(relay, "seed", keep_seconds=60.0, started_as=ASKED)
+    slow = weights_pb2.PullOptions(rate_limit_bytes_per_second=8 << 20)
+    with pytest.raises(CallFailed, match="was ended"):
+        async for message in fleet.client(relay).pull("seed", slow):
+            if message.progress.bytes_verified > 1 << 20 and target.channel:
+                target.leave()
+    await eventually(lambda: list(relay.holdings.kept))
+    handed, (fd,) = await take(fleet, relay)
+    os.close(fd)
+    digests = handed.manifests[0].units[0].digests
+    came = [digest for digest in digests if digest]
+    assert 1 <= len(came) < len(digests)
+    assert set(came) < set(source.memory.manifests[0].units[0].digests)
+    assert handed.weights == Weights()
+
+
 async def test_nobody_keeps_for_ever(fleet):
     """An attachment that asks for more than the longest time is denied."""
     relay = await fleet.relay()
