@@ -24,6 +24,7 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.reclaiming import MAX_KEEP_SECONDS, Reclaim
 from relay_service.memory.host import HostArena
+from relay_service.rpc.metrics import RelayCollector
 from seedrelay.v1 import weights_pb2
 
 ASKED = "tiny v1"
@@ -63,6 +64,12 @@ async def test_a_kept_arena_is_handed_back_once(fleet):
     assert (shown.instance, shown.weight_version) == ("seed", "v1")
     assert shown.weights_digest == seed.memory.digest
     assert 50 < shown.expiry.ToTimedelta().total_seconds() <= 60
+    counted = RelayCollector(relay.holdings, relay.transfers, relay._fleet).collect()
+    values = {one.name: one.samples[0].value for one in counted if "kept" in one.name}
+    assert values == {
+        "seedrelay_relay_kept_arenas": 1,
+        "seedrelay_relay_kept_arena_bytes": fleet.layout.data_bytes,
+    }
     found = await reclaiming.ask(fleet.client(relay), "seed", ASKED)
     assert (found.files, found.model) == ({"config.json": b"{}"}, "tiny")
     assert found.arena_bytes == fleet.layout.data_bytes
@@ -182,10 +189,14 @@ async def test_what_has_landed_is_kept(fleet):
     source = await fleet.seed(relay, "source")
     target = await fleet.dummy(relay, "seed", keep_seconds=60.0, started_as=ASKED)
     slow = weights_pb2.PullOptions(rate_limit_bytes_per_second=8 << 20)
-    with pytest.raises(CallFailed, match="was ended"):
+
+    async def fill() -> None:
         async for message in fleet.client(relay).pull("seed", slow):
             if message.progress.bytes_verified > 1 << 20 and target.channel:
                 target.leave()
+
+    with pytest.raises(CallFailed, match="was ended"):
+        await fill()
     await eventually(lambda: list(relay.holdings.kept))
     handed, (fd,) = await take(fleet, relay)
     os.close(fd)
