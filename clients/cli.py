@@ -190,6 +190,25 @@ def sources(
     run(show(), as_json=json_)
 
 
+@app.command(rich_help_panel=WEIGHTS)
+@with_credentials
+def forget(
+    instance: Annotated[str, typer.Argument(help="Name of an instance that has ended.")],
+    relay: RelayAddress,
+    *,
+    json_: Json = False,
+    credentials: Credentials,
+) -> None:
+    """Give back the memory that a relay keeps for an engine's next start (--keep-arena)."""
+
+    async def end() -> None:
+        async with RelayClient(relay, credentials) as client:
+            await client.forget_arena(instance)
+        cli_show.forgotten(instance, as_json=json_)
+
+    run(end(), as_json=json_)
+
+
 async def _target(address: str, credentials: Credentials) -> Target:
     if not address:
         return Target()

@@ -105,6 +105,10 @@ def engine(
     on_rank_death: Annotated[
         str, typer.Option(help="exit or restart, when a rank dies that has served.")
     ] = "exit",
+    keep_arena: Annotated[
+        float,
+        typer.Option(help="Seconds for which the relay keeps the weights for the next start."),
+    ] = 0,
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests at SIGTERM.", min=0)
     ] = 30,
@@ -135,7 +139,7 @@ def engine(
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting,
             prefill_chunk_tokens=prefill_chunk_tokens, on_rank_death=on_rank_death,
-            grace_seconds=grace,
+            grace_seconds=grace, keep_arena_seconds=keep_arena,
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:

@@ -42,7 +42,7 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
 
 
 def relay(shown: dict[str, Any], *, as_json: bool) -> None:
-    """Prints a relay's fleet and transfers."""
+    """Prints a relay's fleet, its transfers and what it keeps."""
     if as_json:
         say(json.dumps(shown))
         return
@@ -60,6 +60,9 @@ def relay(shown: dict[str, Any], *, as_json: bool) -> None:
     for one in shown["ended_transfers"]:
         say(f"  {one['instance']}: {one['outcome']} after {one['seconds']:.1f} s, again: "
             f"{fleet_table.again(one)}: {fleet_table.story(one)}")  # fmt: skip
+    for one in shown["kept_arenas"]:
+        say(f"  kept {one['instance']}  {one['weight_version']}  {one['arena_bytes']} bytes, "
+            f"{one['seconds_left']:.0f} s yet")  # fmt: skip
 
 
 def pull(done: weights_pb2.PullReport, *, as_json: bool) -> None:
@@ -90,6 +93,14 @@ def sources(matches: list[Match], *, as_json: bool) -> None:
         say(f"{match.instance.instance}  {match.instance.state}  {version}  {verdict}")
     if not matches:
         say("no instances")
+
+
+def forgotten(instance: str, *, as_json: bool) -> None:
+    """Prints whose arena is kept no longer."""
+    if as_json:
+        say(json.dumps({"instance": instance}))
+    else:
+        say(f"the arena of {instance} is kept no longer")
 
 
 def _cut_anew(how: str) -> str:

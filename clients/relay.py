@@ -201,6 +201,11 @@ class RelayClient:
         response = await self._unary(self._stub.ReturnMapping(request, timeout=timeout))
         return int(response.unmapped_count)
 
+    async def forget_arena(self, instance: str) -> None:
+        """Has memory given back that is kept for an instance which has ended."""
+        request = relay_pb2.ForgetArenaRequest(instance=instance)
+        await self._unary(self._stub.ForgetArena(request, timeout=CALL_SECONDS))
+
     def _open(self) -> None:
         self.channel = open_channel(self.address, self._credentials)
         self._stub = relay_pb2_grpc.RelayServiceStub(self.channel)

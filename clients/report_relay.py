@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients import report
+from clients import report, report_kept
 from relay_service.core.instance import Instance
 from relay_service.core.match import Match
 from relay_service.rpc import convert
@@ -12,7 +12,7 @@ from seedrelay.v1 import relay_pb2
 
 
 def status(message: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
-    """Returns the status of a relay: its fleet and its transfers."""
+    """Returns the status of a relay: its fleet, its transfers and what it keeps."""
     return {
         "service": "relay",
         "address": message.address,
@@ -26,6 +26,7 @@ def status(message: relay_pb2.GetRelayStatusResponse) -> dict[str, Any]:
         "instances": [instance(convert.instance_from_proto(i)) for i in message.instances],
         "transfers": list(map(transfer, message.transfers)),
         "ended_transfers": list(map(transfer, message.ended_transfers)),
+        "kept_arenas": [report_kept.arena(one) for one in message.kept_arenas],
     }
 
 

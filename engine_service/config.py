@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine_service.core.expert_map import Slots
 from engine_service.core.rank_config import RankConfig
 from engine_service.errors import ConfigError
 from relay_service import errors as relay_errors
 from relay_service.core.format import Placement
+from relay_service.core.reclaiming import MAX_KEEP_SECONDS
 from relay_service.core.security import Security
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -87,6 +89,8 @@ class EngineConfig:
     """What follows when a rank of a ready instance dies: `exit`, or `restart` at the address."""
     prefill_chunk_tokens: int = 512
     """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
+    keep_arena_seconds: float = 0.0
+    """How long the relay keeps the arena for the next life of this instance; 0 for not at all."""
     grace_seconds: float = 30.0
     """Time that running requests get at SIGTERM."""
     metrics_listen: str = ""
@@ -110,6 +114,7 @@ class EngineConfig:
         _one_of("transport", self.transport, ("", "auto", "shm", "tcp", "grpc"))
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
+        self._check_keeping()
         if self.redundant_experts < 0:
             raise ConfigError("redundant_experts is below 0", field="redundant_experts")
         for name in (
@@ -119,6 +124,26 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)
+
+    def _check_keeping(self) -> None:
+        seconds, field = self.keep_arena_seconds, "keep_arena_seconds"
+        if not 0 <= seconds <= MAX_KEEP_SECONDS:
+            limits = f"0 to {MAX_KEEP_SECONDS:g}"
+            raise ConfigError(
+                f"{field} is {seconds:g}", field=field, expected=limits, found=f"{seconds:g}"
+            )
+        # By default the name is another one at each start: nobody would take what was kept.
+        if seconds and not (self.relay and self.instance_name and self.device == "cpu"):
+            raise ConfigError(
+                "an arena is kept by a relay, by the name of its instance, in memory of the host",
+                field=field, hint="name --relay and --instance-name, with --device cpu",
+            )  # fmt: skip
+
+    @property
+    def started_as(self) -> str:
+        """What the operator asked for: who is started otherwise shall have other weights."""
+        folder = str(Path(self.model).resolve())
+        return repr((folder, self.weight_version, self.source))
 
     @property
     def ranks(self) -> int:

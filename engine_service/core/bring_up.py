@@ -3,6 +3,8 @@
 disk     allocate → capture → load → probe recorded → READY
 relay    allocate → (fill ‖ build, capture) → READY, within the deadline
 neither  allocate → capture → DUMMY, until somebody fills it
+
+Before all of them comes what a relay may have kept of the former life (`reclaim`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from engine_service.core.load_report import say_loaded
 from engine_service.core.messages import LoadDisk, Loaded
 from engine_service.core.model_files import choose_offer, read_folder
 from engine_service.core.ports import FillProgress
+from engine_service.core.reclaim import Reclaimer
 from engine_service.errors import EngineError, FillFailed, FillTimeout, RelayUnreachable
 from relay_service.core.instance import State
 from relay_service.core.pull_report import PullOptions
@@ -43,7 +46,9 @@ class BringUp:
         """Brings the instance up; whatever fails leaves it FAILED, with the reason."""
         config, instance = self._instance.config, self._instance
         try:
-            if config.load_format == "disk":
+            if await Reclaimer(instance).run():
+                await self._attach_serving()
+            elif config.load_format == "disk":
                 await self._from_disk()
             elif config.relay:
                 await self._from_relay()
@@ -61,11 +66,14 @@ class BringUp:
         await instance.allocate(self._folder_files())
         await self._load()
         if instance.config.relay:
-            try:
-                await instance.attach(instance.config.relay)
-            except RelayUnreachable as error:
-                # A seed serves whether or not its relay is there; the link keeps trying.
-                _log.warning("not attached yet: %s", error)
+            await self._attach_serving()
+
+    async def _attach_serving(self) -> None:
+        try:
+            await self._instance.attach(self._instance.config.relay)
+        except RelayUnreachable as error:
+            # A seed serves whether or not its relay is there; the link keeps trying.
+            _log.warning("not attached yet: %s", error)
 
     async def _load(self) -> None:
         """Reads the weights from the model folder. Raises `CheckpointError`."""

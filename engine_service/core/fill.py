@@ -92,7 +92,7 @@ class Filler:
         instance.lifecycle.to(State.LANDING)
         try:
             await link.update()
-            instance.lent = True
+            instance.lent = instance.touched = True
             with instance.phases.measure("land"):
                 report = await link.pull(options, on_progress)
             on_progress(FillProgress(phase="committing"))

@@ -94,6 +94,10 @@ class Instance:
         """What was found when the weights were last checked, if ever."""
         self.lent = False
         """Whether a relay was asked to write into the arenas, and may still be able to."""
+        self.reclaimed = False
+        """Whether the first weights were those of the former life, which a relay kept."""
+        self.touched = False
+        """Whether anything but zeros may lie in the arenas."""
         self._open_link = open_link
         self.files: dict[str, bytes] = {}
         """Small files of the model, by name; empty until they are known."""
@@ -130,14 +134,18 @@ class Instance:
         return self.codec
 
     async def allocate(self, files: dict[str, bytes]) -> None:
-        """Has every rank allocate an arena of zeros. Raises `ModelError`."""
+        """Has every rank allocate an arena of zeros, once. Raises `ModelError`."""
         if "config.json" not in files:
             raise ConfigError(
                 f"{self.config.model} has no config.json", field="model",
                 hint="name a model folder, or a --relay that offers a model",
             )  # fmt: skip
-        self.files = files
+        former, self.files = self.files, files
         self.codec = TextCodec(files)
+        if self.ranks.arenas:  # what was kept of a former life came to nothing
+            if former["config.json"] != files["config.json"]:
+                raise ConfigError("the arenas are those of another config.json", field="model")
+            return
         with self.phases.measure("allocate"):
             await self.ranks.allocate(
                 [Start(self._told(rank), files) for rank in range(len(self.ranks.workers))]
@@ -230,7 +238,8 @@ class Instance:
             format=Format(self.ranks.arenas[0].facts), placement=self.placement,
             weights=self.engine.weights, manifests=tuple(self.manifests),
             artifacts=self.files, probe=self.probe,
-            descriptors_per_rank=self.ranks.arenas[0].descriptors,
+            descriptors_per_rank=self.ranks.arenas[0].descriptors, touched=self.touched,
+            keep_seconds=self.config.keep_arena_seconds, started_as=self.config.started_as,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -251,6 +260,8 @@ class Instance:
 
     def _origin(self) -> str:
         """Says where the first weights came from."""
+        if self.reclaimed:
+            return "arena of the former life"
         if self.fill_report is None:
             return f"disk:{self.config.model}"
         path = self.fill_report.path

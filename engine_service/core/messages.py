@@ -104,6 +104,16 @@ class LoadDisk(msgspec.Struct, frozen=True, tag=True):
     """Most bytes to read in a second; 0 for no limit."""
 
 
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    """Copies what matches of a former arena, whose descriptor comes along. Answered by `Restored`.
+
+    What does not match its digest is zero afterwards.
+    """
+
+    manifest: Manifest
+    """With the digests that the former arena shall have."""
+
+
 class Capture(msgspec.Struct, frozen=True, tag=True):
     """Audits what a pass reads, and captures the decode graph. Answered by `Captured`."""
 
@@ -153,6 +163,15 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     descriptors: int
     experts: ExpertMap | None = None
     """Where the experts of all ranks lie; none for a model without."""
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """The arena holds what matched of a former one."""
+
+    found_blocks: int
+    """Those that matched where they lie now."""
+    blocks: int
+    """Of the whole arena."""
 
 
 class Captured(msgspec.Struct, frozen=True, tag=True):
@@ -227,11 +246,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    Start | LoadDisk | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
+    Start | LoadDisk | Restore | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
     | TrimMemory | ExpertCommand | StagingCommand | ApplyUpdate | CheckCommand
 )  # fmt: skip
 Reply = (
-    Allocated | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
+    Allocated | Restored | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
     | Trimmed | ExpertReply | StagingReply | Applied | CheckReply
 )  # fmt: skip
 

@@ -8,9 +8,11 @@ from typing import Protocol
 
 from engine_service.core.messages import Row, Sampled
 from relay_service.core.attachment import Attach
+from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.pull_report import PathStep, PullOptions
+from relay_service.core.reclaiming import HandedBack
 
 
 class Runner(Protocol):
@@ -72,6 +74,30 @@ class FillReport:
 OnProgress = Callable[[FillProgress], None]
 
 
+class KeptArena(Protocol):
+    """The arenas of an instance's former life, which the relay of its host still holds."""
+
+    arena_bytes: int
+    """Of all ranks."""
+    files: dict[str, bytes]
+    """Small files of the model that it served, by name."""
+    model: str
+
+    async def take(
+        self, format_: Format, placement: Placement, manifests: Sequence[Manifest]
+    ) -> tuple[HandedBack, list[int]]:
+        """Takes them, once, into arenas of this kind; the descriptors, by rank, are the caller's.
+
+        Raises `WrongState` where they are of another kind or there no longer, `RelayUnreachable`.
+        """
+
+    async def let_go(self) -> None:
+        """Has the memory given back. Raises what `take` does."""
+
+    def close(self) -> None:
+        """Leaves with the relay what was not taken."""
+
+
 class RelayLink(Protocol):
     """The engine's connection to the relay of its host."""
 
@@ -91,6 +117,12 @@ class RelayLink(Protocol):
 
         What it does not give, or gives wrong, is asked of `others` that announce the very same.
         Raises `RelayUnreachable`.
+        """
+
+    async def kept(self, instance: str, started_as: str) -> KeptArena | None:
+        """Returns what was kept for an instance that is started as before; none if nothing was.
+
+        Raises `RelayUnreachable` or `ConfigError`.
         """
 
     async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:

@@ -43,10 +43,10 @@ class RankStream:
         self.progress: tuple[int, int] = (0, 0)
         """Bytes done and bytes in all of the command in work."""
 
-    async def send(self, command: Command) -> None:
+    async def send(self, command: Command, *descriptors: int) -> None:
         """Puts a command on the stream. Raises `RankDied`."""
         try:
-            await self.channel.send(encode(command))
+            await self.channel.send(encode(command), descriptors)
         except ChannelClosed as error:
             raise self._died() from error
 

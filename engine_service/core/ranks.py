@@ -14,6 +14,8 @@ from engine_service.core.messages import (
     CutOff,
     Moved,
     Reply,
+    Restore,
+    Restored,
     Row,
     Sampled,
     Step,
@@ -55,19 +57,28 @@ class RankGroup:
         workers = [await spawn(rank, threads, shared) for rank in range(ranks)]
         return RankGroup(workers, *shared)
 
-    async def all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+    async def all(
+        self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = ()
+    ) -> list[R]:
         """Gives each rank its command and returns their answers, by rank.
 
         Raises what went wrong first, once every rank has answered, or at once when a rank
         has died: the others would wait for it. Nothing is sent to a group that lost one.
         A caller that is cancelled does not disturb the order: its answers are still awaited.
+        Of `descriptors`, if there are any, each rank gets one; they stay the caller's.
         """
-        return await asyncio.shield(quiet(asyncio.ensure_future(self._all(commands, kind))))
+        running = asyncio.ensure_future(self._all(commands, kind, list(map(os.dup, descriptors))))
+        return await asyncio.shield(quiet(running))
 
-    async def _all(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
+    async def _all(
+        self, commands: Sequence[Command], kind: type[R], descriptors: list[int]
+    ) -> list[R]:
         async with self._ordered:
-            self._check()
-            await self._send(commands)
+            try:
+                self._check()
+                await self._send(commands, descriptors)
+            finally:
+                _close(descriptors)
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
             failures = await failures_of(replies)
             died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
@@ -81,10 +92,10 @@ class RankGroup:
         if ended := self._broken or self._staging.broken:
             raise ended
 
-    async def _send(self, commands: Sequence[Command]) -> None:
+    async def _send(self, commands: Sequence[Command], descriptors: list[int]) -> None:
         try:
-            for worker, command in zip(self.workers, commands, strict=True):
-                await worker.send(command)
+            for rank, (worker, command) in enumerate(zip(self.workers, commands, strict=True)):
+                await worker.send(command, *descriptors[rank : rank + 1])
         except errors.RankDied as error:
             self._broken = error
             raise
@@ -124,6 +135,12 @@ class RankGroup:
         self.arenas = await self.all(commands, Allocated)
         for worker, arena in zip(self.workers, self.arenas, strict=True):
             self.descriptors.append(worker.channel.take_descriptors(arena.descriptors))
+
+    async def restore(
+        self, manifests: Sequence[Manifest], descriptors: Sequence[int]
+    ) -> list[Restored]:
+        """Has each rank copy what matches of a former arena; the descriptors stay the caller's."""
+        return await self.all([Restore(m) for m in manifests], Restored, descriptors)
 
     async def cut_off(self) -> list[Manifest]:
         """Moves every arena to fresh memory, away from whoever still maps the old.

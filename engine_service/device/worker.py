@@ -29,6 +29,7 @@ from engine_service.core.expert_messages import DropExperts, MoveExperts, StageE
 from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
 from engine_service.device.plan import Plan, plan
 from engine_service.device.replies import Replies
+from engine_service.device.restoring import restore
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
@@ -89,7 +90,14 @@ class Worker:
         return commits and self._rank is not None and not self._rank.arena.whole
 
     def _answer(self, command: messages.Command) -> None:
-        reply = self._start(command) if isinstance(command, messages.Start) else self._run(command)
+        reply: messages.Reply
+        match command:
+            case messages.Start():
+                reply = self._start(command)
+            case messages.Restore():
+                reply = self._restore(command)
+            case _:
+                reply = self._run(command)
         descriptors: tuple[int, ...] = ()
         if isinstance(reply, messages.Allocated) and self._planned and self._planned[1].memory:
             descriptors = (self._planned[1].memory.fd,)
@@ -116,6 +124,15 @@ class Worker:
             descriptors=1,
             experts=planned.shard.experts.map if planned.shard.experts else None,
         )
+
+    def _restore(self, command: messages.Restore) -> messages.Reply:
+        (fd,) = self._channel.take_descriptors(1)
+        try:
+            if self._planned is None:
+                raise WrongState("Restore before Start")
+            return restore(self._planned[1], fd, command.manifest, self._replies.progress)
+        finally:
+            os.close(fd)
 
     def _built(self, command: messages.Command) -> Rank:
         """Builds the rank once, when torch is there."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from clients.errors import ClientError
 from clients.relay import RelayClient
 from engine_service.errors import ConfigError, FillFailed, RelayUnreachable
+from engine_service.rpc.relay_socket import ANSWER_SECONDS, introduced
 from relay_service.core.attachment import (
     Accepted,
     Attach,
@@ -26,8 +24,6 @@ from relay_service.core.attachment import (
 from relay_service.core.channel import AsyncChannel, ChannelClosed
 
 REATTACH_SECONDS = 0.5
-ANSWER_SECONDS = 5.0
-"""A relay that answers nothing for so long is taken for away."""
 _log = logging.getLogger(__name__)
 
 
@@ -148,29 +144,12 @@ class Attachment:
                 _log.info("attached to relay %s", self._relay.address)
 
     async def _connected(self) -> AsyncChannel:
-        try:
-            path, _ = await self._relay.attachment(ANSWER_SECONDS)
-        except ClientError as error:
-            raise RelayUnreachable(str(error)) from error
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = AsyncChannel(sock)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await asyncio.get_running_loop().sock_connect(sock, path)
-                await self._introduce(channel)
-        except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            channel.close()
-            raise RelayUnreachable(f"cannot attach to {self._relay.address}: {error}") from error
-        except BaseException:
-            channel.close()
-            raise
+        async with introduced(self._relay) as channel:
+            await self._introduce(channel)
         return channel
 
     async def _introduce(self, channel: AsyncChannel) -> None:
-        relay = self._relay.address
-        self._relay_pid, uid = channel.peer_credentials()
-        if uid != os.getuid():
-            raise ConfigError(f"the relay at {relay} runs as another user", field="relay")
+        self._relay_pid = channel.peer_credentials()[0]
         now = self._describe()
         await channel.send(encode(now), tuple(self._descriptors))
         answer = decode_to_engine(await channel.receive())

@@ -13,8 +13,9 @@ from clients.errors import ClientError, Unreachable
 from clients.relay import RelayClient
 from engine_service.core.ports import FillReport, OnProgress
 from engine_service.errors import FillFailed, FillTimeout, RelayUnreachable
-from engine_service.rpc import convert
+from engine_service.rpc import convert, reclaiming
 from engine_service.rpc.attachment import Attachment
+from engine_service.rpc.reclaiming import KeptArenas
 from relay_service.core.attachment import ARTIFACT_NAMES, MAX_ARTIFACT_BYTES, Attach
 from relay_service.core.instance import Artifact, Instance, verified_digest
 from relay_service.core.layout import check
@@ -86,6 +87,10 @@ class GrpcRelayLink:
         if len(files) < len(wanted):
             raise failure
         return files
+
+    async def kept(self, instance: str, started_as: str) -> KeptArenas | None:
+        """Returns what was kept for the instance, if anything was."""
+        return await reclaiming.ask(self._relay, instance, started_as)
 
     async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
         """Attaches and keeps attached."""

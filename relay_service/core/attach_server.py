@@ -1,6 +1,7 @@
 """Unix socket on which the engines of this host attach. Plain Python.
 
-One connection is one life of an instance: its end, however it comes, detaches.
+One connection is one life of an instance: its end, however it comes, detaches. Another kind
+of connection asks for the arena of a life that has ended.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from relay_service.core.attachment import (
     encode,
 )
 from relay_service.core.channel import AsyncChannel, ChannelClosed
+from relay_service.core.hand_back import hand_back
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.ports import MapArena
+from relay_service.core.reclaiming import Reclaim
 from relay_service.core.transfers import Transfers
 from relay_service.errors import ConfigError, InvalidRequest, RelayError
 
@@ -97,6 +100,9 @@ class AttachServer:
         try:
             _check_user(channel)
             attach = await _first_message(channel)
+            if isinstance(attach, Reclaim):
+                await hand_back(channel, self._holdings, attach)
+                return
             life = channel.peer_credentials()[0], attach.instance, attach.generation
             await self._end_former(life)
             holding = self._attach(channel, attach)
@@ -166,9 +172,9 @@ class AttachServer:
         await channel.send(encode(answer))
 
 
-async def _first_message(channel: AsyncChannel) -> Attach:
+async def _first_message(channel: AsyncChannel) -> Attach | Reclaim:
     message = decode_to_relay(await channel.receive())
-    if not isinstance(message, Attach):
+    if not isinstance(message, Attach | Reclaim):
         raise InvalidRequest("the first message must attach")
     return message
 

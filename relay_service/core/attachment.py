@@ -3,7 +3,8 @@
 The engine sends `Attach` with the descriptors of each rank's arena, then an `Update`
 whenever its state or weights change, and `Lend` with those of memory in which new weights
 shall land while it serves. The relay answers each with `Accepted` or `Denied`. The end of
-the stream detaches; a `Lend` that is denied does not end it.
+the stream detaches; a `Lend` that is denied does not end it. An engine that asks for the arena
+of its former life says `Reclaim` first, on a connection of its own; see `reclaiming`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
 from relay_service.core.layout import check
 from relay_service.core.manifest import Manifest
+from relay_service.core.reclaiming import (
+    MAX_KEEP_SECONDS,
+    HandedBack,
+    Kept,
+    LetGo,
+    Reclaim,
+    Take,
+)
 from relay_service.errors import InvalidRequest, Refused
 
 ARTIFACT_NAMES = frozenset(
@@ -35,6 +44,7 @@ ARTIFACT_NAMES = frozenset(
 MAX_ARTIFACT_BYTES = 64 << 20
 
 PerRank = Annotated[int, msgspec.Meta(ge=1, le=2)]
+KeepSeconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_KEEP_SECONDS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -52,6 +62,12 @@ class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     probe: bytes = b""
     descriptors_per_rank: PerRank = 1
     """1 for an arena in host memory; 2 for one on a device, its header first."""
+    touched: bool = False
+    """Whether bytes may lie in the arenas of a dummy already, which another relay has landed."""
+    keep_seconds: KeepSeconds = 0.0
+    """How long the arenas shall stay, on the host, for the next life; see `reclaiming`."""
+    started_as: str = ""
+    """What the operator asked for: only a life that was asked for the same takes them."""
 
 
 class Update(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -91,16 +107,19 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRelay = Attach | Update | Lend
+ToRelay = Attach | Update | Lend | Reclaim | Take | LetGo
 """What an engine says."""
+ToEngine = Accepted | Denied | Kept | HandedBack
+"""What a relay says; the last two only to `Reclaim`."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
 _to_engine = msgspec.msgpack.Decoder(Accepted | Denied)
+_kept = msgspec.msgpack.Decoder(ToEngine)
 
 
-def encode(message: ToRelay | Accepted | Denied) -> bytes:
+def encode(message: ToRelay | ToEngine) -> bytes:
     """Encodes a message."""
     return _encoder.encode(message)
 
@@ -117,6 +136,14 @@ def decode_to_engine(frame: bytes) -> Accepted | Denied:
     """Decodes what a relay sent; raises `msgspec.MsgspecError`."""
     try:
         return _to_engine.decode(frame)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
+
+
+def decode_kept(frame: bytes) -> ToEngine:
+    """Decodes what a relay said about a kept arena; raises `msgspec.MsgspecError`."""
+    try:
+        return _kept.decode(frame)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
 

@@ -57,6 +57,11 @@ class _Frames:
     def pending(self) -> bool:
         return bool(self._buffer)
 
+    def take(self, count: int) -> list[int]:
+        if len(self.descriptors) < count:
+            raise ChannelClosed(f"{count} descriptors expected")
+        return [self.descriptors.popleft() for _ in range(count)]
+
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.popleft())
@@ -84,13 +89,17 @@ class BlockingChannel:
         """Waits for the next frame. Raises `ChannelClosed` at the end of the stream."""
         while (frame := self._frames.next()) is None:
             try:
-                data = self._sock.recv(_READ_BYTES)
+                data, descriptors, _, _ = socket.recv_fds(self._sock, _READ_BYTES, MAX_DESCRIPTORS)
             except OSError as error:  # the other side left without reading everything
                 raise ChannelClosed(str(error)) from error
             if not data:
                 raise ChannelClosed("the other side has closed the channel")
-            self._frames.feed(data, [])
+            self._frames.feed(data, descriptors)
         return frame
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Takes the next descriptors, like `AsyncChannel.take_descriptors`."""
+        return self._frames.take(count)
 
     @property
     def waiting(self) -> bool:
@@ -153,9 +162,7 @@ class AsyncChannel:
 
         Raises `ChannelClosed` when fewer came along.
         """
-        if len(self._frames.descriptors) < count:
-            raise ChannelClosed(f"{count} descriptors expected")
-        return [self._frames.descriptors.popleft() for _ in range(count)]
+        return self._frames.take(count)
 
     def peer_credentials(self) -> tuple[int, int]:
         """Returns the process id and user id of the other side (unix(7), SO_PEERCRED)."""

@@ -84,6 +84,10 @@ class Holding:
         """Life of the instance."""
         return self.attach.generation
 
+    def duplicate_descriptors(self) -> list[int]:
+        """Returns descriptors of the arenas, by rank, that are the caller's to close."""
+        return [os.dup(fd) for fd in self._descriptors]
+
     def apply(self, update: Update) -> None:
         """Follows the engine. Raises `Refused` for weights that are not proven.
 
@@ -135,12 +139,14 @@ class Holding:
         if self._writers:
             raise WrongState(f"{self.name} is being filled already")
         self._writers = self._map(writable=True)
-        landed: list[list[bytes] | None] = [r.verified for r in self.receivers]
-        landed = landed or [None] * len(self.manifests)
+        before: list[Receiver | None] = list(self.receivers) or [None] * len(self.manifests)
         self.receivers = [
-            Receiver(manifest.without_digests(), arena, verified)
-            for manifest, arena, verified in zip(self.manifests, self._writers, landed, strict=True)
-        ]
+            Receiver(
+                manifest.without_digests(), arena, known.verified if known else None,
+                unknown=known.unknown if known else self.attach.touched,
+            )
+            for manifest, arena, known in zip(self.manifests, self._writers, before, strict=True)
+        ]  # fmt: skip
         return self.receivers
 
     def offer(self, offer: Offer) -> None:

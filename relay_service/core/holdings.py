@@ -1,4 +1,7 @@
-"""All instances that are attached to this relay, and the leases on them. Plain Python."""
+"""All instances that are attached to this relay, what is kept of former ones, and the leases.
+
+Plain Python.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from functools import partial
 from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
+from relay_service.core.kept import KeptArenas, is_worth_keeping, what_lies_in
 from relay_service.core.leases import Lease, LeaseTable
 from relay_service.core.rate import TokenBucket
+from relay_service.core.reclaiming import HandedBack, Reclaim, Take
 from relay_service.core.record import record
 from relay_service.errors import Conflict, EpochChanged, NotFound, SourceBusy, WrongState
 
@@ -22,7 +27,9 @@ class Holdings:
         self._egress_limit_per_instance = egress_limit_per_instance
         self.leases = LeaseTable()
         self._attached: dict[str, Holding] = {}
+        self._closing = False
         self._leaving: list[Holding] = []
+        self.kept = KeptArenas(self._leaving.append)
 
     def add(self, holding: Holding) -> None:
         """Adds an attached instance. Raises `Conflict` when its name is taken."""
@@ -33,23 +40,51 @@ class Holdings:
             )  # fmt: skip
         holding.egress = TokenBucket(self._egress_limit_per_instance)
         self._attached[holding.name] = holding
+        self.forget(holding.name, "another life has attached")
+
+    def forget(self, name: str, reason: str) -> bool:
+        """Gives the memory back that is kept for an instance; returns whether there was any."""
+        there = self.kept.forget(name, reason)
+        self.sweep()
+        return there
+
+    def hand_back(self, asked: Reclaim, wanted: Take) -> tuple[HandedBack, list[int]]:
+        """Takes an arena that is kept; its descriptors, by rank, are the caller's to close.
+
+        Raises `NotFound` or `FormatMismatch`.
+        """
+        holding = self.kept.take(asked.instance, asked.started_as, wanted)
+        descriptors = holding.duplicate_descriptors()
+        self._leaving.append(holding)
+        self.sweep()
+        return HandedBack(holding.weights, what_lies_in(holding), holding.probe), descriptors
 
     def detach(self, holding: Holding) -> None:
-        """Takes an instance off the list; readers with a lease may finish."""
+        """Takes an instance off the list; readers with a lease may finish.
+
+        Its arenas are kept where it asked for that.
+        """
         holding.detached = True
         holding.drop_lent()
         if self._attached.get(holding.name) is holding:
             del self._attached[holding.name]
-        self._leaving.append(holding)
+        if is_worth_keeping(holding) and not self._closing:
+            self.kept.keep(holding)
+        else:
+            self._leaving.append(holding)
         self.sweep()
 
     def sweep(self) -> None:
-        """Ends what is over: unused leases, and detached holdings that nobody reads."""
+        """Ends what is over: leases, keeping, and detached holdings that nobody reads."""
         self.leases.expire()
-        self._leaving = [h for h in self._leaving if self._in_use(h) or not h.close()]
+        self.kept.expire()
+        self._leaving[:] = [h for h in self._leaving if self._in_use(h) or not h.close()]
 
     def close(self) -> None:
         """Lets go of everything, leases or not."""
+        self._closing = True
+        for kept in self.kept:
+            self.kept.forget(kept.holding.name, "the relay ends")
         for holding in [*self._attached.values(), *self._leaving]:
             self.leases.end_all(holding.name, holding.generation)
         for holding in list(self._attached.values()):
@@ -117,7 +152,8 @@ class Holdings:
     def leased(self, lease: str) -> tuple[Lease, Holding]:
         """Returns a live lease and what it is on. Raises `LeaseEnded` or `NotFound`."""
         used = self.leases.use(lease)
-        for holding in [*self._attached.values(), *self._leaving]:
+        kept = [one.holding for one in self.kept]
+        for holding in [*self._attached.values(), *kept, *self._leaving]:
             if (holding.name, holding.generation) == (used.instance, used.generation):
                 return used, holding
         raise NotFound(f"{used.instance} has gone")

@@ -20,6 +20,7 @@ from relay_service.core.reading import Copied, Reader
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
 from relay_service.core.search import Search
+from relay_service.core.stock import take_stock
 from relay_service.errors import (
     ConfigError,
     PullTimeout,
@@ -72,6 +73,7 @@ class Puller:
         """
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
+                await take_stock(self.receivers)
                 while not await self._drain(*await self._search.next(self.blocks_verified)):
                     pass
         except TimeoutError:

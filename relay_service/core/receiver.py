@@ -27,11 +27,13 @@ class Receiver:
         arena: Arena,
         verified: Sequence[bytes] | None = None,
         beside: Manifest | None = None,
+        *,
+        unknown: bool = False,
     ) -> None:
         """Takes up where another receiver of this arena ended, given its `verified`.
 
-        What shall land may lie already in another arena `beside` this one: such blocks count
-        as verified, and do not come.
+        Where that is `unknown`, `take_stock` finds it out. What shall land may lie already in
+        another arena `beside` this one: such blocks count as verified, and do not come.
         """
         self.layout = layout
         self.bytes_moved = 0
@@ -51,9 +53,24 @@ class Receiver:
         """Digest of each block that has landed; empty for a missing one."""
         self._lent: set[int] = set()
         """Blocks that somebody receives in their place."""
+        self.unknown = unknown
+        """Whether something may lie here of which nobody knows any more."""
         self._lock = threading.Lock()
         self.on_verified: Callable[[], None] = lambda: None
         """Called, from any thread, after a block has become verified."""
+
+    def take_stock(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Digests every block as it lies, for `expect` to keep those that match.
+
+        A pass over the arena, before anything is expected; it ends early when it's `stopped`.
+        """
+        found: list[bytes] = []
+        for index in range(self.layout.block_count):
+            if stopped():
+                return
+            block = self.layout.block(index)
+            found.append(block_digest(self._arena.view(block.offset, block.nbytes)))
+        self.verified, self.unknown = found, False
 
     def expect(self, manifest: Manifest) -> int:
         """Names the weights that shall land; returns how many blocks are there already.

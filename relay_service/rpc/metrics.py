@@ -28,6 +28,9 @@ class RelayCollector(Collector):
         yield _gauge("leases", "Leases that are live.", self._holdings.leases.count())
         yield _gauge("transfers_running", "Transfers into instances of this host.",
                      len(self._transfers.running))  # fmt: skip
+        kept = [one.arena_bytes for one in self._holdings.kept]
+        yield _gauge("kept_arenas", "Instances that have ended whose arenas are kept.", len(kept))
+        yield _gauge("kept_arena_bytes", "Memory of arenas that are kept.", sum(kept))
         attached = GaugeMetricFamily(
             "seedrelay_relay_instances", "Instances that are attached.", labels=["state"]
         )

@@ -29,11 +29,12 @@ SCOPES = {
     f"/{SERVICE}/GrantRead": _RELAYS,
     f"/{SERVICE}/Pull": _RELAYS,
     f"/{SERVICE}/ReturnMapping": _RELAYS,
+    f"/{SERVICE}/ForgetArena": _LOOKERS,
     "/seedrelay.v1.BlockService/ReadBlocks": _RELAYS,
 }
 """Scopes of which a caller of each method needs one, where there are tokens.
 
-Engines and other relays come with `relay`, people who only look with `control`.
+Engines and other relays come with `relay`, people who look, or give memory back, with `control`.
 """
 
 

@@ -15,8 +15,9 @@ from relay_service.core.logs import clean_transfer, transfer_id
 from relay_service.core.match import Target, match
 from relay_service.core.registry import EXPIRY_SECONDS, MAX_TRANSFERS_PER_RELAY, Registry
 from relay_service.core.transfers import Transfers
-from relay_service.errors import InvalidRequest
+from relay_service.errors import InvalidRequest, NotFound
 from relay_service.rpc import convert, convert_manifest, convert_transfer
+from relay_service.rpc.convert_kept import kept_to_proto
 from relay_service.rpc.directory import DirectoryFleet
 from relay_service.rpc.status import answers, streams
 from relay_service.rpc.watching import news, progress
@@ -121,6 +122,7 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
                 relay_pb2.Directory(address=one.address, reachable=bool(one.reachable))
                 for one in self._fleet.directories
             ],
+            kept_arenas=kept_to_proto(self._holdings.kept),
         )
 
     @streams
@@ -235,6 +237,16 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         holding = self._holdings.get(request.instance, request.generation)
         await self._transfers.end(holding)
         return relay_pb2.ReturnMappingResponse(unmapped_count=holding.return_mapping())
+
+    @answers
+    async def ForgetArena(  # noqa: N802
+        self, request: relay_pb2.ForgetArenaRequest, context: grpc.aio.ServicerContext
+    ) -> relay_pb2.ForgetArenaResponse:
+        """Gives back what is kept for an instance."""
+        del context
+        if not self._holdings.forget(request.instance, "an operator ended it"):
+            raise NotFound(f"no arena of {request.instance!r} is kept here", field="instance")
+        return relay_pb2.ForgetArenaResponse()
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -510,3 +510,19 @@ async def test_resuming_counts_what_was_there():
     again.assert_filled()
     assert report.blocks_reused == 5
     assert len(second.reads) == BLOCKS - 5
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+async def test_an_arena_that_another_relay_has_begun_to_fill(unknown):
+    """What lies there and matches is not read; an arena that is known is not looked at."""
+    seed = source("seed")
+    filling = Pull(seed)
+    for arena, data in zip(filling.arenas, DATA, strict=True):
+        arena.data[:] = data
+    filling.arenas[1].data[LAYOUTS[1].block(2).offset] ^= 1
+    for receiver in filling.puller.receivers:
+        receiver.unknown = unknown
+    report = await filling.run()
+    filling.assert_filled()
+    assert report.blocks_reused == (BLOCKS - 1 if unknown else 0)
+    assert seed.reads == [2] if unknown else len(seed.reads) == BLOCKS

@@ -141,3 +141,24 @@ def test_an_arena_without_bytes():
     assert not receiver.complete
     receiver.expect(verified(layout, b""))
     assert receiver.complete
+
+
+def test_what_lies_in_an_arena_is_found(layout, data, arena):
+    """Of an arena that nobody knows any more, blocks that match are kept, others are missing."""
+    arena.data[: len(data)] = data
+    arena.data[layout.block(3).offset] ^= 1
+    fresh = Receiver(layout, arena, unknown=True)
+    fresh.take_stock()
+    assert fresh.expect(verified(layout, data)) == layout.block_count - 1
+    assert fresh.missing == [3]
+    fresh.land(3, block_of(layout, data, 3))
+    assert fresh.complete
+    assert fresh.bytes_moved == layout.block(3).nbytes
+
+
+def test_taking_stock_can_be_ended(layout, data, arena):
+    """Whoever ends it early knows as little as before."""
+    fresh = Receiver(layout, arena, unknown=True)
+    fresh.take_stock(lambda: True)
+    assert fresh.unknown
+    assert fresh.expect(verified(layout, data)) == 0

@@ -163,3 +163,12 @@ async def refusal(service: Service, asked: engine_pb2.GenerateRequest) -> Client
     except ClientError as error:
         return error
     raise AssertionError("the request was served")
+
+
+def flip(pid: int, address: int) -> None:
+    """Flips a bit of the memory of a process, as nothing but a fault would."""
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        memory.seek(address)
+        byte = memory.read(1)
+        memory.seek(address)
+        memory.write(bytes([byte[0] ^ 4]))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-from stage import Fleet, Result, Stage, answer, reach, seedrelay
+from stage import Fleet, Result, Stage, answer, flip, reach, seedrelay
 
 from clients.engine import EngineClient
 from clients.launch import Service
@@ -33,15 +32,6 @@ async def _equal(engine: Service, mode: engine_pb2.CheckMode, against: str = "")
         return (await client.check(request)).equal
 
 
-def _flip(pid: int, address: int) -> None:
-    """Writes into another process, as nothing but a fault would."""
-    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
-        memory.seek(address)
-        byte = memory.read(1)
-        memory.seek(address)
-        memory.write(bytes([byte[0] ^ 4]))
-
-
 async def _entry(fleet: Fleet, instance: str, generation: str) -> tuple[TensorEntry, range]:
     async with RelayClient(fleet.relay.address) as relay:
         manifest = await relay.manifest(instance, generation, 0)
@@ -63,7 +53,7 @@ async def test_a_byte_that_flipped_in_a_process(stage: Stage, fleet: Fleet) -> N
 
     entry, blocks = await _entry(fleet, status.instance, status.generation)
     pid, address = status.ranks[0].pid, status.ranks[0].arena_address + entry.offset
-    _flip(pid, address)
+    flip(pid, address)
     (one,) = (await _check(target, status=1))["differences"]
     assert (one["rank"], one["tensor"], one["what"]) == (0, TENSOR, "contents")
     assert one["block"] in blocks
@@ -76,7 +66,7 @@ async def test_a_byte_that_flipped_in_a_process(stage: Stage, fleet: Fleet) -> N
     # What it says to hold is what it should hold, and the seed is whole.
     assert await _equal(fleet.seed, engine_pb2.CHECK_MODE_DIFF, "checked")
 
-    _flip(pid, address)
+    flip(pid, address)
     assert await _equal(target, engine_pb2.CHECK_MODE_DIGEST)
     assert await _equal(target, engine_pb2.CHECK_MODE_COMPARE)
     assert await _equal(target, engine_pb2.CHECK_MODE_DIFF, "seed")

@@ -146,6 +146,7 @@ async def _loses_relay(
     else:
         again = await start_pull(target, cast.roles["directory"], "a")
     assert again.path[-1][1] == "complete", again
+    assert again.report.blocks_reused > 0  # found in the arena: no relay told this one of them
     await assert_serves(target, cast)
     if how == "stop":
         await _wakes_up_late(cast, target)

@@ -1,11 +1,14 @@
 """Filling dummies through real relays: on one host, and from another one."""
 
 import asyncio
+import contextlib
 
 import pytest
 from fakes import PROBE, eventually, lay_out_bytes, random_bytes, same_weights
 
 from clients.errors import CallFailed, DeadlineExceeded
+from relay_service.config import socket_path
+from relay_service.core.attachment import Accepted
 from relay_service.core.format import Format
 from relay_service.core.instance import State, Weights
 from seedrelay.v1 import weights_pb2
@@ -277,3 +280,29 @@ async def test_many_targets_at_once(fleet):
     client = fleet.client(relay)
     await asyncio.gather(*(fill(fleet, client, target) for target in targets))
     assert relay.holdings.leases.count() == 0
+
+
+@pytest.mark.parametrize("touched", [True, False])
+async def test_a_relay_that_was_started_anew(fleet, touched):
+    """It finds what the one before has landed, if the engine says that something may lie there."""
+    lengthen(fleet)
+    here = await fleet.relay()
+    there = await fleet.relay(join=here.address)
+    await fleet.seed(here)
+    target = await fleet.dummy(there)
+    slow = weights_pb2.PullOptions(rate_limit_bytes_per_second=10 << 20)
+    async with contextlib.aclosing(fleet.client(there).pull("target", slow)) as messages:
+        async for message in messages:
+            if message.progress.bytes_verified > 2 << 20:
+                break
+    came = message.progress.bytes_verified
+    await fleet.stop(there)
+    target.leave()
+    again = await fleet.relay(join=here.address)
+    answer = await target.attach(socket_path(again.address), touched=touched)
+    assert isinstance(answer, Accepted)
+    report = await fill(fleet, fleet.client(again), target)
+    assert bool(report.blocks_reused) == touched
+    moved = fleet.layout.weight_bytes - (came if touched else 0)
+    assert report.bytes_moved <= moved
+    assert touched or report.bytes_moved == moved

@@ -195,8 +195,22 @@ class Directory(_message.Message):
     reachable: bool
     def __init__(self, address: _Optional[str] = ..., reachable: _Optional[bool] = ...) -> None: ...
 
+class KeptArena(_message.Message):
+    __slots__ = ("instance", "weight_version", "weights_digest", "arena_bytes", "expiry")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    weight_version: str
+    weights_digest: str
+    arena_bytes: int
+    expiry: _duration_pb2.Duration
+    def __init__(self, instance: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class GetRelayStatusResponse(_message.Message):
-    __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count", "ended_transfers", "directories")
+    __slots__ = ("address", "relay_generation", "directory", "directory_reachable", "instances", "transfers", "lease_count", "ended_transfers", "directories", "kept_arenas")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RELAY_GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +220,7 @@ class GetRelayStatusResponse(_message.Message):
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
     ENDED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ARENAS_FIELD_NUMBER: _ClassVar[int]
     address: str
     relay_generation: str
     directory: str
@@ -215,7 +230,8 @@ class GetRelayStatusResponse(_message.Message):
     lease_count: int
     ended_transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     directories: _containers.RepeatedCompositeFieldContainer[Directory]
-    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ..., ended_transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., directories: _Optional[_Iterable[_Union[Directory, _Mapping]]] = ...) -> None: ...
+    kept_arenas: _containers.RepeatedCompositeFieldContainer[KeptArena]
+    def __init__(self, address: _Optional[str] = ..., relay_generation: _Optional[str] = ..., directory: _Optional[str] = ..., directory_reachable: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., lease_count: _Optional[int] = ..., ended_transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., directories: _Optional[_Iterable[_Union[Directory, _Mapping]]] = ..., kept_arenas: _Optional[_Iterable[_Union[KeptArena, _Mapping]]] = ...) -> None: ...
 
 class WatchTransfersRequest(_message.Message):
     __slots__ = ("own_only", "interval")
@@ -232,6 +248,16 @@ class WatchTransfersResponse(_message.Message):
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     ended_transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     def __init__(self, transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., ended_transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
+
+class ForgetArenaRequest(_message.Message):
+    __slots__ = ("instance",)
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    def __init__(self, instance: _Optional[str] = ...) -> None: ...
+
+class ForgetArenaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("instance", "generation", "rank", "staged", "epoch")

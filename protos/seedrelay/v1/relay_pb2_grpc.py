@@ -101,6 +101,11 @@ class RelayServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_relay__pb2.ReturnMappingRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_relay__pb2.ReturnMappingResponse.FromString,
                 _registered_method=True)
+        self.ForgetArena = channel.unary_unary(
+                '/seedrelay.v1.RelayService/ForgetArena',
+                request_serializer=seedrelay_dot_v1_dot_relay__pb2.ForgetArenaRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_relay__pb2.ForgetArenaResponse.FromString,
+                _registered_method=True)
 
 
 class RelayServiceServicer:
@@ -242,6 +247,16 @@ class RelayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetArena(self, request, context):
+        """Gives the memory back that is kept for an instance which has ended. Its
+        next life then starts without.
+
+        Fails with `NOT_FOUND` when nothing is kept for it here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RelayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -309,6 +324,11 @@ def add_RelayServiceServicer_to_server(servicer, server):
                     servicer.ReturnMapping,
                     request_deserializer=seedrelay_dot_v1_dot_relay__pb2.ReturnMappingRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_relay__pb2.ReturnMappingResponse.SerializeToString,
+            ),
+            'ForgetArena': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetArena,
+                    request_deserializer=seedrelay_dot_v1_dot_relay__pb2.ForgetArenaRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_relay__pb2.ForgetArenaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -664,6 +684,33 @@ class RelayService:
             '/seedrelay.v1.RelayService/ReturnMapping',
             seedrelay_dot_v1_dot_relay__pb2.ReturnMappingRequest.SerializeToString,
             seedrelay_dot_v1_dot_relay__pb2.ReturnMappingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetArena(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/seedrelay.v1.RelayService/ForgetArena',
+            seedrelay_dot_v1_dot_relay__pb2.ForgetArenaRequest.SerializeToString,
+            seedrelay_dot_v1_dot_relay__pb2.ForgetArenaResponse.FromString,
             options,
             channel_credentials,
             insecure,
