@@ -57,6 +57,7 @@ class FillReport:
     transport: str = ""
     bytes_moved: int = 0
     bytes_reread: int = 0
+    bytes_copied: int = 0
     blocks_reused: int = 0
     model: str = ""
     weight_version: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from relay_service.core.arenas import close_arenas, map_arenas
 from relay_service.core.attachment import (
@@ -167,7 +168,8 @@ class Holding:
             what = "is being filled already" if self.lent else f"is {self.state}"
             raise WrongState(f"{self.name} {what}", field="state", found=str(self.state))
         self.drop_lent()
-        self.lent = Lent(descriptors, self.manifests, self._map_arena)
+        beside = partial(self._readers.reading, epoch=self.weights.epoch)
+        self.lent = Lent(descriptors, self.manifests, self._map_arena, beside)
 
     @property
     def lent_in_vain(self) -> bool:

@@ -187,6 +187,7 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         transport=report.path[-1].transport,
         bytes_moved=puller.bytes_moved,
         bytes_reread=puller.bytes_reread,
+        bytes_copied=puller.bytes_copied,
         blocks_reused=report.blocks_reused,
         model=report.model,
         weight_version=report.weight_version,
