@@ -63,6 +63,13 @@ def update(
     wait: Annotated[
         float, typer.Option(help="Seconds to wait while somebody else updates.", min=0)
     ] = 0,
+    lease_wait: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to wait for readers of what it replaces. [default: the engine's]",
+            min=0,
+        ),
+    ] = None,
     operator: Annotated[str, typer.Option(help="Who updates, for the history.")] = "",
     json_: Json = False,
     credentials: Credentials,
@@ -77,6 +84,8 @@ def update(
     )  # fmt: skip
     if finish_within is not None:
         asked.pause_deadline.FromNanoseconds(int(finish_within * 1e9))
+    if lease_wait is not None:
+        asked.lease_wait.FromNanoseconds(int(lease_wait * 1e9))
     if on_deadline is not None:
         asked.MergeFrom(
             engine_pb2.WeightUpdate(on_pause_deadline=f"PAUSE_MODE_{on_deadline.upper()}")
@@ -179,5 +188,8 @@ def _show(done: engine_pb2.UpdateReport, *, as_json: bool) -> None:
     outcomes = ", ".join(f"{count} {name}" for name, count in shown["requests"].items() if count)
     say(f"  {shown['bytes_changed']} bytes changed, {shown['seconds_staged']:.2f} s to stage, "
         f"paused {shown['seconds_paused']:.3f} s ({outcomes or 'no requests'})")  # fmt: skip
+    if shown["readers"]:
+        say(f"  waited {shown['seconds_for_readers']:.2f} s for {shown['readers']} readers of the "
+            f"former weights, ended {shown['leases_ended']} leases")  # fmt: skip
     for note in shown["notes"]:
         say(f"  {note}")

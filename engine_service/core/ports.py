@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,6 +98,13 @@ class RelayLink(Protocol):
 
     async def update(self) -> None:
         """Tells the relay how the instance changed; a relay that is away hears it later."""
+
+    async def closing(self, version: str, *, ends_leases: bool = False) -> Sequence[str]:
+        """Says that other weights will serve soon; returns who holds a lease on the present ones.
+
+        Nobody else gets one until `update`. With `ends_leases` those that are held end. Nobody
+        is named where the relay is away.
+        """
 
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""

@@ -2,8 +2,10 @@
 
 The engine sends `Attach` with the descriptors of each rank's arena, then an `Update`
 whenever its state or weights change, and `Lend` with those of memory in which new weights
-shall land while it serves. The relay answers each with `Accepted` or `Denied`. The end of
-the stream detaches; a `Lend` that is denied does not end it.
+shall land while it serves. Before a commit it says `Closing`, to hear who reads what will
+be replaced. The relay answers each at once: `Closing` with `Reading`, the others with
+`Accepted`; `Denied` where it refuses. The end of the stream detaches; a `Lend` that is denied
+does not end it.
 """
 
 from __future__ import annotations
@@ -81,6 +83,25 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
     """As in `Attach`; a device's arenas may have memory of the host lent beside them."""
 
 
+class Closing(msgspec.Struct, frozen=True, tag=True):
+    """Says that other weights will serve soon: from now on nobody begins to read these.
+
+    Whoever holds a lease may read on. The next `Update` ends it, whatever that says.
+    """
+
+    version: str
+    """Of the weights that come."""
+    ends_leases: bool = False
+    """Whether the leases of those who still read end now."""
+
+
+class Reading(msgspec.Struct, frozen=True, tag=True):
+    """Answers `Closing`: who held a lease when it came."""
+
+    holders: tuple[str, ...]
+    """Names of the instances that read, one for each lease."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The relay took the message."""
 
@@ -91,16 +112,18 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRelay = Attach | Update | Lend
+ToRelay = Attach | Update | Lend | Closing
 """What an engine says."""
+ToEngine = Accepted | Denied | Reading
+"""What a relay answers."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
-_to_engine = msgspec.msgpack.Decoder(Accepted | Denied)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
 
 
-def encode(message: ToRelay | Accepted | Denied) -> bytes:
+def encode(message: ToRelay | ToEngine) -> bytes:
     """Encodes a message."""
     return _encoder.encode(message)
 
@@ -113,7 +136,7 @@ def decode_to_relay(frame: bytes) -> ToRelay:
         raise msgspec.DecodeError("nested too deeply") from error
 
 
-def decode_to_engine(frame: bytes) -> Accepted | Denied:
+def decode_to_engine(frame: bytes) -> ToEngine:
     """Decodes what a relay sent; raises `msgspec.MsgspecError`."""
     try:
         return _to_engine.decode(frame)

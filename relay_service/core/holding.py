@@ -55,6 +55,8 @@ class Holding:
         self.offered = OfferSlot(attach.instance)
         self.seats = Seats()
         self.lent: Lent | None = None
+        self.changing_to = ""
+        """Version of the weights that come next, while nobody may begin to read these."""
         self.detached = False
         self.artifacts: dict[str, tuple[str, bytes]] = {}
         try:
@@ -108,7 +110,7 @@ class Holding:
         known = self.state.holds_weights and weights.epoch == self.weights.epoch
         epochs = self.offered.follow(state, weights)
         self._readers.follow(epochs, news=state.holds_weights and not known)
-        self.state, self.weights = state, weights
+        self.state, self.weights, self.changing_to = state, weights, ""
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
 

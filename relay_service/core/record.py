@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from relay_service.core.holding import Holding
-from relay_service.core.instance import Artifact, Instance, RankBlocks
+from relay_service.core.instance import Artifact, Instance, RankBlocks, State
 
 
 def record(holding: Holding, address: str, leases: int) -> Instance:
     """Returns the record of an attached instance, which is found at `address`."""
     offer = holding.offered.now
+    # Whoever looks for a source shall not come now, and shall come again.
+    state = State.UPDATING if holding.changing_to else holding.state
     return Instance(
         instance=holding.name, generation=holding.generation, model=holding.model,
-        state=holding.state, format=holding.attach.format, placement=holding.placement,
+        state=state, format=holding.attach.format, placement=holding.placement,
         weights=holding.weights, address=address, leases=leases,
         ranks=tuple(_rank_blocks(holding, rank) for rank in range(len(holding.manifests))),
         artifacts=tuple(

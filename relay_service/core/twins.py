@@ -48,10 +48,7 @@ class Twins:
             if not missing or not (there or digest in beside):
                 continue
             try:
-                if there:
-                    data = self._receivers[there[0]].held(there[1])
-                else:
-                    data = beside[digest]()
+                data = self._receivers[there[0]].held(there[1]) if there else beside[digest]()
             except EpochChanged:  # what is beside serves no more: this pull is in vain, not over
                 self._read_after_all.update(missing)
             else:

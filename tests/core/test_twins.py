@@ -29,9 +29,8 @@ SIZE = 64
 KINDS = 5
 """Different contents that blocks have; none of them is what an empty arena holds."""
 
-ranks = st.lists(
-    st.lists(st.integers(1, KINDS), min_size=4, max_size=4), min_size=1, max_size=3
-)  # fmt: skip
+rank = st.lists(st.integers(1, KINDS), min_size=4, max_size=4)
+ranks = st.lists(rank, min_size=1, max_size=3)
 
 
 def laid_out(kinds: list[list[int]]):
@@ -57,8 +56,8 @@ class Filling:
         beside = [None] * len(kinds)
         if serve:
             held = laid_out(serve)[1]
-            manifests = map(verified, self.layouts, held)
-            beside = [Beside(m, lambda d=d: self.lends(d)) for m, d in zip(manifests, held)]
+            pairs = zip(map(verified, self.layouts, held), held, strict=True)
+            beside = [Beside(m, lambda d=d: self.lends(d)) for m, d in pairs]
         self.receivers = [
             Receiver(layout, arena, beside=one)
             for layout, arena, one in zip(self.layouts, self.arenas, beside, strict=True)
@@ -71,6 +70,7 @@ class Filling:
 
     @contextmanager
     def lend(self, data):
+        """Lends an arena that holds this."""
         arena = BytesArena(len(data))
         arena.data[:] = data
         yield arena
@@ -92,6 +92,7 @@ class Filling:
 
     @property
     def kinds_read(self) -> int:
+        """Blocks that came."""
         return len(self.source.reads)
 
 
@@ -126,11 +127,10 @@ def test_what_landed_before(kinds, data):
     assert filling.kinds_read == len(wanted - {kinds[rank][index] for rank, index in there})
 
 
-@given(st.integers(1, 2).flatmap(lambda n: st.tuples(*[st.lists(
-    st.lists(st.integers(1, KINDS), min_size=4, max_size=4), min_size=n, max_size=n)] * 2)))  # fmt: skip
+@given(st.lists(st.tuples(rank, rank), min_size=1, max_size=2))
 def test_what_serves_beside(both):
     """What serves anywhere is copied from there, and in its own place not even that."""
-    kinds, serve = both
+    kinds, serve = map(list, zip(*both, strict=True))
     filling = Filling(kinds, serve)
     filling.fill()
     filling.assert_filled(serve)
