@@ -57,6 +57,10 @@ def update(
     ] = Staging.host,
     base_digest: Annotated[str, typer.Option(help="Only if weights of this digest serve.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for disk and relay.")] = "",
+    weights_digest: Annotated[
+        str,
+        typer.Option(help="Only weights of this digest; relay:MODEL takes them from any holder."),
+    ] = "",
     finish_within: Annotated[float | None, typer.Option(help=FINISH_WITHIN, min=0)] = None,
     on_deadline: Annotated[Mode | None, typer.Option(help=ON_DEADLINE)] = None,
     clear_cache: ClearCache = None,
@@ -91,6 +95,10 @@ def update(
             engine_pb2.WeightUpdate(on_pause_deadline=f"PAUSE_MODE_{on_deadline.upper()}")
         )
     folder = _name_source(asked.source, source, rate_limit)
+    if weights_digest:
+        if not asked.source.HasField("relay"):
+            raise typer.BadParameter("goes with relay:INSTANCE", param_hint="--weights-digest")
+        asked.source.relay.options.weights_digest = weights_digest
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:

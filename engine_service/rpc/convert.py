@@ -89,6 +89,7 @@ def options_to_proto(options: PullOptions) -> weights_pb2.PullOptions:
         source_instance=options.source_instance,
         transport="" if options.transport == "auto" else options.transport,
         rate_limit_bytes_per_second=options.rate_limit_bytes_per_second,
+        weights_digest=options.weights_digest,
     )
     if options.timeout_seconds:
         seconds, nanos = divmod(int(options.timeout_seconds * 1e9), 10**9)
@@ -106,6 +107,7 @@ def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
         transport=message.transport,
         rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
         timeout_seconds=timeout,
+        weights_digest=message.weights_digest.lower(),
     )
 
 

@@ -164,7 +164,9 @@ class Search:
             if other.instance != named:
                 continue
             if not self._may_pass_on(other):
-                self._yields_until = now
+                # One that serves takes just these weights too, and soon gives them.
+                if not (self._options.weights_digest and other.state.updatable):
+                    self._yields_until = now
             else:
                 # It may have begun just now, and nobody has heard yet at which epoch.
                 coming = Filling(
@@ -178,7 +180,10 @@ class Search:
         return ahead if ahead and self._strikes[ahead.life] < STRIKES else None
 
     def _is_wanted(self, instance: Instance) -> bool:
-        return self._options.source_instance in ("", instance.instance, instance.model)
+        named, digest = self._options.source_instance, self._options.weights_digest
+        return named in ("", instance.instance, instance.model) and digest in (
+            "", instance.weights.digest,
+        )  # fmt: skip
 
     def _give_up_in_vain(self, wanted: list[Match]) -> None:
         """Raises when waiting would not help: sources were left, or none of them fits."""

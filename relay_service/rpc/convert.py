@@ -154,6 +154,7 @@ def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
         transport=message.transport,
         rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
         timeout_seconds=timeout,
+        weights_digest=message.weights_digest.lower(),
     )
 
 

@@ -132,16 +132,18 @@ class WeightUnit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., block_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PullOptions(_message.Message):
-    __slots__ = ("source_instance", "transport", "rate_limit_bytes_per_second", "timeout")
+    __slots__ = ("source_instance", "transport", "rate_limit_bytes_per_second", "timeout", "weights_digest")
     SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RATE_LIMIT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     source_instance: str
     transport: str
     rate_limit_bytes_per_second: int
     timeout: _duration_pb2.Duration
-    def __init__(self, source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., rate_limit_bytes_per_second: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., rate_limit_bytes_per_second: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class PullProgress(_message.Message):
     __slots__ = ("phase", "source_instance", "transport", "bytes_verified", "bytes_total", "note", "transfer")
