@@ -22,6 +22,7 @@ from relay_service.core.format import Placement
 from relay_service.core.match import Target
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.reading import Copied
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged
 
@@ -175,6 +176,18 @@ def test_a_copy_that_goes_wrong(place):
     assert filling.kinds_read == 4
     assert filling.puller.bytes_moved == 4 * SIZE
     assert filling.puller.bytes_copied == 4 * SIZE
+
+
+def test_a_block_that_another_one_receives():
+    """What comes while another one receives it in its place is not verified, and not copied."""
+    filling = Filling([[1, 2, 1]])
+    way = Copied(filling.source.manifests, filling.receivers)
+    with way.place(0, 0) as memory:
+        way.land(0, 0, memoryview(bytes(SIZE)))
+        memory[:] = bytes([1]) * SIZE
+        way.land(0, 0, memory)
+    assert way.missing(0) == [1]
+    assert filling.receivers[0].missing == [1]
 
 
 def test_a_wrong_block_is_copied_nowhere():
