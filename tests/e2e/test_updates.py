@@ -161,9 +161,18 @@ async def play(client: EngineClient, played: Played, max_tokens: int = TOKENS) -
 
 
 async def ask_until(
-    done: asyncio.Event, client: EngineClient, prompt: list[int], begun: list[Played]
+    done: asyncio.Event,
+    client: EngineClient,
+    prompt: list[int],
+    begun: list[Played],
+    former: list[Played] | None,
 ) -> None:
-    """Asks again and again until `done`, so that something runs whenever weights change."""
+    """Asks again and again until `done`, so that something runs whenever weights change.
+
+    It begins after a `former` one has: answers in step would all end at once, and none run then.
+    """
+    if former is not None:
+        await eventually(lambda: former and former[0].begun.is_set(), 60)
     while not done.is_set():
         begun.append(Played(prompt))
         await play(client, begun[-1])
@@ -190,8 +199,10 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
         applied, running = asyncio.Event(), [list[Played]() for _ in scene.prompts]
         asking = asyncio.gather(
             *(
-                ask_until(applied, client, prompt, begun)
-                for prompt, begun in zip(scene.prompts, running, strict=True)
+                ask_until(
+                    applied, client, prompt, begun, running[number - 4] if number > 3 else None
+                )
+                for number, (prompt, begun) in enumerate(zip(scene.prompts, running, strict=True))
             )
         )
         await eventually(lambda: all(one and one[0].begun.is_set() for one in running), 60)
