@@ -130,6 +130,26 @@ def test_a_commit_that_fails_afterwards(tmp_path, source, staging):
     assert stand.instance.link.told == 1
 
 
+@pytest.mark.parametrize(("source", "staging"), PLACES)
+def test_the_phase_afterwards(tmp_path, source, staging):
+    """An update that waits for its turn to apply does not claim to wait for readers."""
+    phases = []
+
+    def prepare(stand):
+        applying = stand.instance.pauser.applying
+
+        @contextlib.asynccontextmanager
+        async def look(request):
+            phases.append(stand.instance.updating().phase)
+            async with applying(request) as report:
+                yield report
+
+        stand.instance.pauser.applying = look
+
+    update(tmp_path, [["a"]], source=source, prepare=prepare, staging=staging)
+    assert phases == [Phase.PAUSING]
+
+
 def test_nobody_is_asked_before_all_is_staged(tmp_path):
     """Readers go on reading while new weights are staged and proven."""
 
