@@ -143,6 +143,7 @@ def pull(
     relay: RelayAddress,
     *,
     source: Annotated[str, typer.Option("--from", help="Only instance to pull from.")] = "",
+    weights_digest: Annotated[str, typer.Option(help="Only weights of this digest.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s; 0 for no limit.")] = "",
     transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     deadline: Annotated[float, typer.Option(help="Seconds until the pull fails.", min=0.001)] = 300,
@@ -154,6 +155,7 @@ def pull(
         source_instance=source,
         transport="" if transport == "auto" else transport,
         rate_limit_bytes_per_second=_rate(rate_limit),
+        weights_digest=weights_digest,
     )
     options.timeout.FromNanoseconds(int(deadline * 1e9))
 

@@ -61,6 +61,10 @@ def engine(
     collective_timeout: Annotated[
         float, typer.Option(help="Seconds in which all ranks must come to a collective.")
     ] = 30,
+    lease_wait: Annotated[
+        float,
+        typer.Option(help="Seconds that an update waits for instances that read what it replaces."),
+    ] = 5,
     ep: Annotated[
         int, typer.Option(help="Groups of --tp ranks over which experts are spread.", min=1)
     ] = 1,
@@ -129,6 +133,7 @@ def engine(
             model=model, listen=listen, load_format=load_format, relay=relay, source=source,
             weight_version=weight_version, instance_name=instance_name, advertise=advertise,
             tensor_parallel_size=tp, collective_timeout_seconds=collective_timeout,
+            lease_wait_seconds=lease_wait,
             expert_parallel_size=ep, redundant_experts=redundant_experts,
             expert_map=read_map(expert_map) if expert_map else {}, dtype=dtype,
             weight_format=weight_format, compiled=compiled, device=device,

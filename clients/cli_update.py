@@ -57,12 +57,23 @@ def update(
     ] = Staging.host,
     base_digest: Annotated[str, typer.Option(help="Only if weights of this digest serve.")] = "",
     rate_limit: Annotated[str, typer.Option(help="Such as 64MiB/s, for disk and relay.")] = "",
+    weights_digest: Annotated[
+        str,
+        typer.Option(help="Only weights of this digest; relay:MODEL takes them from any holder."),
+    ] = "",
     finish_within: Annotated[float | None, typer.Option(help=FINISH_WITHIN, min=0)] = None,
     on_deadline: Annotated[Mode | None, typer.Option(help=ON_DEADLINE)] = None,
     clear_cache: ClearCache = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait while somebody else updates.", min=0)
     ] = 0,
+    lease_wait: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to wait for readers of what it replaces. [default: the engine's]",
+            min=0,
+        ),
+    ] = None,
     operator: Annotated[str, typer.Option(help="Who updates, for the history.")] = "",
     json_: Json = False,
     credentials: Credentials,
@@ -77,11 +88,17 @@ def update(
     )  # fmt: skip
     if finish_within is not None:
         asked.pause_deadline.FromNanoseconds(int(finish_within * 1e9))
+    if lease_wait is not None:
+        asked.lease_wait.FromNanoseconds(int(lease_wait * 1e9))
     if on_deadline is not None:
         asked.MergeFrom(
             engine_pb2.WeightUpdate(on_pause_deadline=f"PAUSE_MODE_{on_deadline.upper()}")
         )
     folder = _name_source(asked.source, source, rate_limit)
+    if weights_digest:
+        if not asked.source.HasField("relay"):
+            raise typer.BadParameter("goes with relay:INSTANCE", param_hint="--weights-digest")
+        asked.source.relay.options.weights_digest = weights_digest
 
     async def work() -> None:
         async with EngineClient(engine, credentials) as client:
@@ -179,5 +196,8 @@ def _show(done: engine_pb2.UpdateReport, *, as_json: bool) -> None:
     outcomes = ", ".join(f"{count} {name}" for name, count in shown["requests"].items() if count)
     say(f"  {shown['bytes_changed']} bytes changed, {shown['seconds_staged']:.2f} s to stage, "
         f"paused {shown['seconds_paused']:.3f} s ({outcomes or 'no requests'})")  # fmt: skip
+    if shown["readers"]:
+        say(f"  waited {shown['seconds_for_readers']:.2f} s for {shown['readers']} readers of the "
+            f"former weights, ended {shown['leases_ended']} leases")  # fmt: skip
     for note in shown["notes"]:
         say(f"  {note}")

@@ -132,6 +132,7 @@ def pull(report: weights_pb2.PullReport) -> dict[str, Any]:
         "model": report.model,
         "bytes_moved": report.bytes_moved,
         "bytes_reread": report.bytes_reread,
+        "bytes_copied": report.bytes_copied,
         "blocks_reused": report.blocks_reused,
         "weight_version": report.weight_version,
         "weights_digest": report.weights_digest,

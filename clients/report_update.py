@@ -24,6 +24,9 @@ def update(done: engine_pb2.UpdateReport) -> dict[str, Any]:
             "paused": counts.paused, "aborted": counts.aborted, "retracted": counts.retracted,
             "finished": counts.finished, "waiting": counts.waiting,
         },
+        "readers": done.readers,
+        "leases_ended": done.leases_ended,
+        "seconds_for_readers": done.seconds_for_readers,
         "flushed_blocks": done.flushed_blocks,
         "cache_kept": done.cache_kept,
         "ranks": [

@@ -62,6 +62,8 @@ class EngineConfig:
     """Compute threads per rank; 0 leaves one core to the front and the relay."""
     deadline_seconds: float = 300.0
     """Time in which a dummy with a relay must be filled."""
+    lease_wait_seconds: float = 5.0
+    """Longest wait of an update for those who read what it replaces; 0 for none."""
     fallback: str = "none"
     """`disk` loads from the folder when no source fills the dummy, `none` fails."""
     transport: str = ""
@@ -115,8 +117,9 @@ class EngineConfig:
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         self._check_keeping()
-        if self.redundant_experts < 0:
-            raise ConfigError("redundant_experts is below 0", field="redundant_experts")
+        for name in ("redundant_experts", "lease_wait_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is below 0", field=name)
         for name in (
             "tensor_parallel_size", "expert_parallel_size", "collective_timeout_seconds",
             "deadline_seconds", "max_context_tokens", "kv_cache_tokens", "kv_block_tokens",

@@ -243,6 +243,9 @@ class FakeUpdateLink:
         self.contents = contents_of(b"of the other")
         self.files = {}
         self.told = 0
+        self.reading: list[list[str]] = []
+        """Who reads what serves, look by look; nobody when all is said."""
+        self.closed: list[tuple[str, bool]] = []
         self.probe = probe_of(self.contents)
 
     async def stage(self, descriptors, options, on_progress):
@@ -259,6 +262,10 @@ class FakeUpdateLink:
     async def source_files(self, report):
         await self._steps.step("link.source_files")
         return self.files
+
+    async def closing(self, version, *, ends_leases=False):
+        self.closed.append((version, ends_leases))
+        return self.reading.pop(0) if self.reading else []
 
     async def update(self):
         self.told += 1

@@ -59,6 +59,7 @@ class FillReport:
     transport: str = ""
     bytes_moved: int = 0
     bytes_reread: int = 0
+    bytes_copied: int = 0
     blocks_reused: int = 0
     model: str = ""
     weight_version: str = ""
@@ -133,6 +134,13 @@ class RelayLink(Protocol):
 
     async def update(self) -> None:
         """Tells the relay how the instance changed; a relay that is away hears it later."""
+
+    async def closing(self, version: str, *, ends_leases: bool = False) -> Sequence[str]:
+        """Says that other weights will serve soon; returns who holds a lease on the present ones.
+
+        Nobody else gets one until `update`. With `ends_leases` those that are held end. Nobody
+        is named where the relay is away.
+        """
 
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled. Raises `FillFailed` or `RelayUnreachable`."""

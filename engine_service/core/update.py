@@ -28,16 +28,17 @@ from engine_service.core.update_messages import (
     UpdateStaged,
 )
 from engine_service.core.update_phases import PhaseClock
+from engine_service.core.update_readers import closed_to_readers
 from engine_service.core.update_request import (
     Phase,
-    RankUpdate,
+    ReadersWait,
     RelaySource,
     StagedWeights,
     UpdateProgress,
     UpdateReport,
     WeightUpdate,
 )
-from engine_service.core.update_sources import Brought, UpdateSource, Watched
+from engine_service.core.update_sources import Brought, UpdateSource, Watched, staged_weights
 from engine_service.errors import EngineError, WrongState
 from relay_service.core.instance import Weights
 from relay_service.core.manifest import Manifest, weights_digest
@@ -60,6 +61,7 @@ class Update:
         self.clock = PhaseClock()
         self.watched = Watched()
         self.staged: StagedWeights | None = None
+        self.readers = ReadersWait()
         self._replies: list[UpdateStaged] = []
         self._probe = b""
         self._files: dict[str, bytes] = {}
@@ -111,11 +113,13 @@ class Update:
         """
         self._known()
         self._check_base()
-        self.clock.enter(Phase.PAUSING)
-        async with self.instance.pauser.applying(self.wanted.pause) as pause:
-            entered = time.monotonic()
-            self._check_base()  # while it waited for running requests, experts may have been moved
-            weights = await self._apply()
+        self.clock.enter(Phase.READERS)
+        async with closed_to_readers(self.instance, self.wanted, self.watched) as self.readers:
+            self.clock.enter(Phase.PAUSING)
+            async with self.instance.pauser.applying(self.wanted.pause) as pause:
+                entered = time.monotonic()
+                self._check_base()  # while it waited, experts may have been moved
+                weights = await self._apply()
         return await self._told(pause, weights, entered)
 
     async def drop(self) -> None:
@@ -170,19 +174,7 @@ class Update:
 
     def _is_staged(self, brought: Brought, seconds: float) -> StagedWeights:
         self.clock.enter(Phase.STAGED)
-        notes = dict.fromkeys(note for reply in self._replies for note in reply.notes)
-        self.staged = StagedWeights(
-            ranks=[
-                RankUpdate(
-                    rank=number, bytes_changed=reply.bytes_changed, seconds_staged=seconds,
-                    extra_bytes=reply.extra_bytes, bytes_read=reply.report.bytes_read,
-                    digest=reply.manifest.digest, conversions=reply.report.conversions,
-                )
-                for number, reply in enumerate(self._replies)
-            ],
-            digest=weights_digest(self._manifests), seconds=seconds,
-            notes=[*notes, *brought.notes], path=list(brought.path),
-        )  # fmt: skip
+        self.staged = staged_weights(self._replies, brought, seconds)
         return self.staged
 
     async def _apply(self) -> Weights:
@@ -234,6 +226,7 @@ class Update:
         return UpdateReport(
             version=weights.version, digest=weights.digest, epoch=weights.epoch,
             staged=self._known(), pause=pause, seconds_paused=seconds, cache_kept=keeps,
+            readers=self.readers,
         )  # fmt: skip
 
     def _known(self) -> StagedWeights:

@@ -15,6 +15,7 @@ from engine_service.core.messages import Done
 from engine_service.core.pause_modes import PauseReport
 from engine_service.core.update import Update
 from engine_service.core.update_messages import DropStaging
+from engine_service.core.update_readers import closed_to_readers
 from engine_service.core.update_request import (
     Phase,
     RelaySource,
@@ -49,9 +50,11 @@ class LayerwiseUpdate(Update):
     async def stage(self, source: UpdateSource) -> StagedWeights:
         """Pauses, fills the arenas, and proves what is in them. Stays paused."""
         self._check_base()
-        self.clock.enter(Phase.PAUSING)
+        self.clock.enter(Phase.READERS)
         applying = self.instance.pauser.applying(self.wanted.pause)
-        self._pause = await self._paused.enter_async_context(applying)
+        async with closed_to_readers(self.instance, self.wanted, self.watched) as self.readers:
+            self.clock.enter(Phase.PAUSING)
+            self._pause = await self._paused.enter_async_context(applying)
         self._entered = time.monotonic()
         await self.instance.tell_relay()  # for as long as it takes, nobody shall count on it
         try:

@@ -31,6 +31,7 @@ class Phase(StrEnum):
     STAGING = "staging"
     PROVING = "proving"
     STAGED = "staged"
+    READERS = "readers"
     PAUSING = "pausing"
     COPYING = "copying"
     DONE = "done"
@@ -89,6 +90,8 @@ class WeightUpdate:
     """Files that travel with the weights, by name."""
     narrow: bool = False
     """Whether tensors may lose bits in the type that the engine holds them in."""
+    lease_wait_seconds: float | None = None
+    """Longest wait for those who read what it replaces; none for what the engine was set to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,17 @@ class StagedWeights:
         return sum(rank.bytes_changed for rank in self.ranks)
 
 
+@dataclass(slots=True)
+class ReadersWait:
+    """How a commit waited for those who read the weights that it replaced."""
+
+    readers: int = 0
+    """Instances that read them then."""
+    leases_ended: int = 0
+    """Leases that were still held when the time was over."""
+    seconds: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class UpdateReport:
     """What an update did."""
@@ -148,3 +162,4 @@ class UpdateReport:
     seconds_paused: float
     """From the closing of the gate until it was opened, or until the weights were applied."""
     cache_kept: bool
+    readers: ReadersWait

@@ -25,9 +25,16 @@ from engine_service.core.update_messages import (
     StageHeaders,
     StageLent,
     StagePiece,
+    UpdateStaged,
 )
-from engine_service.core.update_request import DiskSource, RelaySource
+from engine_service.core.update_request import (
+    DiskSource,
+    RankUpdate,
+    RelaySource,
+    StagedWeights,
+)
 from engine_service.errors import CheckpointError, FillFailed, RelayUnreachable
+from relay_service.core.manifest import weights_digest
 from relay_service.core.pull_report import PathStep
 
 
@@ -147,6 +154,25 @@ class RelayStaging:
         except (FillFailed, RelayUnreachable) as error:
             files, notes = {}, [f"tokenizer and configuration stay as they are: {error.message}"]
         return Brought(files=files, probe=report.probe, path=report.path, notes=notes)
+
+
+def staged_weights(
+    replies: Sequence[UpdateStaged], brought: Brought, seconds: float
+) -> StagedWeights:
+    """Says what is staged on all ranks, and how long that took."""
+    notes = dict.fromkeys(note for reply in replies for note in reply.notes)
+    return StagedWeights(
+        ranks=[
+            RankUpdate(
+                rank=number, bytes_changed=reply.bytes_changed, seconds_staged=seconds,
+                extra_bytes=reply.extra_bytes, bytes_read=reply.report.bytes_read,
+                digest=reply.manifest.digest, conversions=reply.report.conversions,
+            )
+            for number, reply in enumerate(replies)
+        ],
+        digest=weights_digest([reply.manifest for reply in replies]), seconds=seconds,
+        notes=[*notes, *brought.notes], path=list(brought.path),
+    )  # fmt: skip
 
 
 def _check_read(

@@ -13,10 +13,13 @@ from clients.relay import RelayClient
 from engine_service.errors import ConfigError, FillFailed, RelayUnreachable
 from engine_service.rpc.relay_socket import ANSWER_SECONDS, introduced
 from relay_service.core.attachment import (
-    Accepted,
     Attach,
+    Closing,
     Denied,
     Lend,
+    Reading,
+    ToEngine,
+    ToRelay,
     Update,
     decode_to_engine,
     encode,
@@ -34,7 +37,7 @@ class Attachment:
         self._relay = relay
         self._channel: AsyncChannel | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._answers: asyncio.Queue[Accepted | Denied | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[ToEngine | None] = asyncio.Queue()
         """None when the relay was lost."""
         self._owed = 0
         self._files_told: dict[str, bytes] = {}
@@ -82,6 +85,14 @@ class Attachment:
             elif answer:  # else it hears of it when it is attached again
                 self._files_told = dict(now.artifacts)
 
+    async def closing(self, version: str, *, ends_leases: bool) -> tuple[str, ...]:
+        """Says that other weights come; returns who reads. Nobody, where the relay is away."""
+        async with self._telling:
+            message, answer = Closing(version, ends_leases), None
+            if self._channel:
+                answer = await self._say(self._channel, message)
+        return answer.holders if isinstance(answer, Reading) else ()
+
     async def lend(self, descriptors: list[list[int]]) -> None:
         """Lends memory of each rank for one pull; the descriptors stay the caller's.
 
@@ -114,8 +125,8 @@ class Attachment:
         self.detach()
 
     async def _say(
-        self, channel: AsyncChannel, message: Update | Lend, descriptors: Sequence[int] = ()
-    ) -> Accepted | Denied | None:
+        self, channel: AsyncChannel, message: ToRelay, descriptors: Sequence[int] = ()
+    ) -> ToEngine | None:
         """Returns the relay's answer; none when it is lost, or says nothing in time."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -129,7 +140,7 @@ class Attachment:
             self.detach()
             return None
 
-    async def _own_answer(self) -> Accepted | Denied | None:
+    async def _own_answer(self) -> ToEngine | None:
         """Waits for the answer to what was said last; whoever was cancelled left theirs behind."""
         while answer := await self._answers.get():
             self._owed -= 1

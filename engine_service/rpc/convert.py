@@ -89,6 +89,7 @@ def options_to_proto(options: PullOptions) -> weights_pb2.PullOptions:
         source_instance=options.source_instance,
         transport="" if options.transport == "auto" else options.transport,
         rate_limit_bytes_per_second=options.rate_limit_bytes_per_second,
+        weights_digest=options.weights_digest,
     )
     if options.timeout_seconds:
         seconds, nanos = divmod(int(options.timeout_seconds * 1e9), 10**9)
@@ -106,6 +107,7 @@ def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
         transport=message.transport,
         rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
         timeout_seconds=timeout,
+        weights_digest=message.weights_digest.lower(),
     )
 
 
@@ -136,8 +138,8 @@ def report_from_proto(message: weights_pb2.PullReport) -> FillReport:
             for s in message.path
         ],
         transport=message.transport, bytes_moved=message.bytes_moved,
-        bytes_reread=message.bytes_reread, blocks_reused=message.blocks_reused,
-        model=message.model,
+        bytes_reread=message.bytes_reread, bytes_copied=message.bytes_copied,
+        blocks_reused=message.blocks_reused, model=message.model,
         weight_version=message.weight_version, weights_digest=message.weights_digest,
         source_weights_digest=message.source_weights_digest,
         seconds_matching=message.seconds_matching, seconds_transfer=message.seconds_transfer,
@@ -150,8 +152,8 @@ def report_to_proto(report: FillReport, state: State) -> weights_pb2.PullReport:
         state=state_to_proto(state),
         path=map(step_to_proto, report.path),
         transport=report.transport, bytes_moved=report.bytes_moved,
-        bytes_reread=report.bytes_reread, blocks_reused=report.blocks_reused,
-        model=report.model,
+        bytes_reread=report.bytes_reread, bytes_copied=report.bytes_copied,
+        blocks_reused=report.blocks_reused, model=report.model,
         weight_version=report.weight_version, weights_digest=report.weights_digest,
         source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching, seconds_transfer=report.seconds_transfer,

@@ -60,6 +60,9 @@ def update_from_proto(message: engine_pb2.WeightUpdate) -> WeightUpdate:
         prompts=tuple(map(_prompt, message.probe)),
         files=dict(message.files),
         narrow=message.allow_narrowing,
+        lease_wait_seconds=seconds_from_proto("lease_wait", message.lease_wait)
+        if message.HasField("lease_wait")
+        else None,
     )
 
 
@@ -122,6 +125,8 @@ def report_to_proto(report: UpdateReport, state: State) -> engine_pb2.UpdateRepo
         requests=counts_to_proto(pause.requests), ranks=map(_rank_to_proto, staged.ranks),
         flushed_blocks=pause.flushed_blocks, cache_kept=report.cache_kept, notes=staged.notes,
         path=_path_to_proto(staged), state=convert.state_to_proto(state),
+        readers=report.readers.readers, leases_ended=report.readers.leases_ended,
+        seconds_for_readers=report.readers.seconds,
     )  # fmt: skip
 
 

@@ -100,6 +100,10 @@ class GrpcRelayLink:
         """Tells the relay how the instance changed."""
         await self._attachment.update()
 
+    async def closing(self, version: str, *, ends_leases: bool = False) -> Sequence[str]:
+        """Says that other weights will serve soon; returns who reads the present ones."""
+        return await self._attachment.closing(version, ends_leases=ends_leases)
+
     async def pull(self, options: PullOptions, on_progress: OnProgress) -> FillReport:
         """Has the arenas filled."""
         last = None

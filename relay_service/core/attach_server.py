@@ -19,8 +19,11 @@ import msgspec
 from relay_service.core.attachment import (
     Accepted,
     Attach,
+    Closing,
     Denied,
     Lend,
+    Reading,
+    ToEngine,
     Update,
     decode_to_relay,
     encode,
@@ -151,7 +154,7 @@ class AttachServer:
 
     async def _follow(self, channel: AsyncChannel, holding: Holding) -> None:
         message = decode_to_relay(await channel.receive())
-        answer: Accepted | Denied = Accepted()
+        answer: ToEngine = Accepted()
         if isinstance(message, Lend):
             ranks, per_rank = len(holding.manifests), message.descriptors_per_rank
             descriptors = _take_descriptors(channel, ranks, per_rank)
@@ -160,6 +163,14 @@ class AttachServer:
             except RelayError as error:  # what serves, serves on
                 _log.warning("%s cannot lend memory: %s", holding.name, error)
                 answer = Denied(str(error))
+        elif isinstance(message, Closing):
+            is_news = not holding.changing_to
+            answer = Reading(self._holdings.close_to_readers(holding, message))
+            if is_news:
+                self._transfers.announce_soon()
+                _log.info(
+                    "%s will change to %s: nobody begins to read", holding.name, message.version
+                )
         elif isinstance(message, Update):
             holding.apply(message)
             if holding.lent_in_vain:

@@ -2,9 +2,11 @@
 
 The engine sends `Attach` with the descriptors of each rank's arena, then an `Update`
 whenever its state or weights change, and `Lend` with those of memory in which new weights
-shall land while it serves. The relay answers each with `Accepted` or `Denied`. The end of
-the stream detaches; a `Lend` that is denied does not end it. An engine that asks for the arena
-of its former life says `Reclaim` first, on a connection of its own; see `reclaiming`.
+shall land while it serves. Before a commit it says `Closing`, to hear who reads what will
+be replaced. The relay answers each at once: `Closing` with `Reading`, the others with
+`Accepted`; `Denied` where it refuses. The end of the stream detaches; a `Lend` that is denied
+does not end it. An engine that asks for the arena of its former life says `Reclaim` first, on
+a connection of its own; see `reclaiming`.
 """
 
 from __future__ import annotations
@@ -97,6 +99,25 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
     """As in `Attach`; a device's arenas may have memory of the host lent beside them."""
 
 
+class Closing(msgspec.Struct, frozen=True, tag=True):
+    """Says that other weights will serve soon: from now on nobody begins to read these.
+
+    Whoever holds a lease may read on. The next `Update` ends it, whatever that says.
+    """
+
+    version: str
+    """Of the weights that come."""
+    ends_leases: bool = False
+    """Whether the leases of those who still read end now."""
+
+
+class Reading(msgspec.Struct, frozen=True, tag=True):
+    """Answers `Closing`: who held a lease when it came."""
+
+    holders: tuple[str, ...]
+    """Names of the instances that read, one for each lease."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The relay took the message."""
 
@@ -107,15 +128,17 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRelay = Attach | Update | Lend | Reclaim | Take | LetGo
+ToRelay = Attach | Update | Lend | Closing | Reclaim | Take | LetGo
 """What an engine says."""
-ToEngine = Accepted | Denied | Kept | HandedBack
-"""What a relay says; the last two only to `Reclaim`."""
+Answer = Accepted | Denied | Reading
+"""What a relay answers to one that is attached, or attaches."""
+ToEngine = Accepted | Denied | Reading | Kept | HandedBack
+"""What a relay answers; the last two only to `Reclaim`."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
-_to_engine = msgspec.msgpack.Decoder(Accepted | Denied)
+_to_engine = msgspec.msgpack.Decoder(Answer)
 _kept = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -132,7 +155,7 @@ def decode_to_relay(frame: bytes) -> ToRelay:
         raise msgspec.DecodeError("nested too deeply") from error
 
 
-def decode_to_engine(frame: bytes) -> Accepted | Denied:
+def decode_to_engine(frame: bytes) -> Answer:
     """Decodes what a relay sent; raises `msgspec.MsgspecError`."""
     try:
         return _to_engine.decode(frame)

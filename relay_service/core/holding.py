@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from relay_service.core.arenas import close_arenas, map_arenas
 from relay_service.core.attachment import (
@@ -56,6 +57,8 @@ class Holding:
         self.seats = Seats()
         self.egress = TokenBucket()
         self.lent: Lent | None = None
+        self.changing_to = ""
+        """Version of the weights that come next, while nobody may begin to read these."""
         self.detached = False
         self.artifacts: dict[str, tuple[str, bytes]] = {}
         try:
@@ -113,7 +116,7 @@ class Holding:
         known = self.state.holds_weights and weights.epoch == self.weights.epoch
         epochs = self.offered.follow(state, weights)
         self._readers.follow(epochs, news=state.holds_weights and not known)
-        self.state, self.weights = state, weights
+        self.state, self.weights, self.changing_to = state, weights, ""
         self.model = update.model or self.model
         self.placement = update.placement or self.placement
 
@@ -175,7 +178,8 @@ class Holding:
             what = "is being filled already" if self.lent else f"is {self.state}"
             raise WrongState(f"{self.name} {what}", field="state", found=str(self.state))
         self.drop_lent()
-        self.lent = Lent(descriptors, self.manifests, self._map_arena)
+        beside = partial(self._readers.reading, epoch=self.weights.epoch)
+        self.lent = Lent(descriptors, self.manifests, self._map_arena, beside)
 
     @property
     def lent_in_vain(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from relay_service.core.attachment import Closing
 from relay_service.core.grants import Grant, Run, check_runs
 from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
@@ -134,6 +135,15 @@ class Holdings:
             self._check_seats(holding, holder)
         return self.leases.acquire(name, holding.generation, epoch, holder)
 
+    def close_to_readers(self, holding: Holding, closing: Closing) -> tuple[str, ...]:
+        """Lets nobody begin to read weights that will be replaced; returns who reads them."""
+        holding.changing_to = closing.version
+        readers = self.leases.holders(holding.name, holding.generation)
+        if closing.ends_leases:
+            reason = f"{holding.name}: its weights are updated to {closing.version}"
+            self.leases.end_reading(holding.name, holding.generation, reason)
+        return tuple(readers)
+
     async def filled(self, name: str, generation: str) -> None:
         """Waits a second at most for a dummy to be filled, so that there's something to read.
 
@@ -197,6 +207,12 @@ def _committed(holding: Holding, epoch: int, digest: str) -> int:
     name = holding.name
     if holding.state is State.UPDATING:
         raise EpochChanged(f"{name} is being updated", field="state", found=State.UPDATING)
+    if holding.changing_to:
+        raise EpochChanged(
+            f"{name} is about to change to {holding.changing_to}",
+            field="weight_version", found=holding.weights.version, expected=holding.changing_to,
+            hint="ask for the new weights in a moment",
+        )  # fmt: skip
     if not holding.state.holds_weights:
         raise WrongState(f"{name} is {holding.state}: it holds no complete weights")
     announced = epoch in (0, holding.weights.epoch) or epoch > FILLING_EPOCH

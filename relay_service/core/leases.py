@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from relay_service.core.logs import fields, transfer_id
-from relay_service.errors import LeaseEnded
+from relay_service.errors import EpochChanged, LeaseEnded
 
 LEASE_SECONDS = 30.0
 LINGER_SECONDS = 5.0
@@ -33,6 +33,8 @@ class Lease:
     """Transfer that it is for, as its reader calls it."""
     began_at: float
     bytes_served: int = 0
+    replaced: str = ""
+    """How the weights that it was on were replaced, once it ended with them."""
 
 
 class LeaseTable:
@@ -57,10 +59,16 @@ class LeaseTable:
         return lease
 
     def use(self, lease: str) -> Lease:
-        """Returns a lease and prolongs it. Raises `LeaseEnded`."""
+        """Returns a lease and prolongs it.
+
+        Raises `LeaseEnded` for one that is over, as if it had never been: another one can be had
+        on the same weights; and `EpochChanged` for one that ended with its weights.
+        """
         found = self._leases.get(lease)
         if found is None or found.expires_at <= self._clock():
             raise LeaseEnded("the lease has ended", field="lease", hint="take a new one")
+        if found.replaced:
+            raise EpochChanged(found.replaced, field="lease", hint="ask for the new weights")
         found.expires_at = self._clock() + LEASE_SECONDS
         return found
 
@@ -83,6 +91,15 @@ class LeaseTable:
         on = [k for k, v in self._leases.items() if _is_on(v, instance, generation)]
         self._end(on, "ended with its instance")
 
+    def end_reading(self, instance: str, generation: str, reason: str) -> None:
+        """Ends every lease on one life of an instance whose weights are replaced.
+
+        Whoever uses one hears the reason, as long as the lease would have lasted.
+        """
+        for lease in self.held(instance, generation):
+            self._log_end(lease, "ended by an update")
+            lease.replaced = reason
+
     def served(self, lease: Lease, transport: str, nbytes: int) -> None:
         """Books bytes that were read under a lease."""
         lease.bytes_served += nbytes
@@ -90,27 +107,29 @@ class LeaseTable:
 
     def count(self, instance: str = "", generation: str = "") -> int:
         """Counts the live leases, of all instances or of one life of one."""
-        self.expire()
-        return sum(
-            1 for v in self._leases.values() if not instance or _is_on(v, instance, generation)
-        )
+        return len(self.held(instance, generation))
 
     def holders(self, instance: str, generation: str) -> list[str]:
         """Names who holds a live lease on one life of an instance."""
         return [lease.holder for lease in self.held(instance, generation)]
 
     def held(self, instance: str, generation: str) -> list[Lease]:
-        """Lists the live leases on one life of an instance."""
+        """Lists the live leases on one life of an instance, or on all of them."""
         self.expire()
-        return [v for v in self._leases.values() if _is_on(v, instance, generation)]
+        live = [v for v in self._leases.values() if not v.replaced]
+        return [v for v in live if not instance or _is_on(v, instance, generation)]
 
     def _end(self, leases: Iterable[str], how: str) -> None:
         for lease in filter(None, [self._leases.pop(lease, None) for lease in leases]):
-            said = fields(
-                instance=lease.instance, transfer=lease.transfer, holder=lease.holder,
-                bytes=lease.bytes_served, seconds=round(self._clock() - lease.began_at, 3),
-            )  # fmt: skip
-            _log.info("lease %s", how, extra=said)
+            if not lease.replaced:  # else it has been said
+                self._log_end(lease, how)
+
+    def _log_end(self, lease: Lease, how: str) -> None:
+        said = fields(
+            instance=lease.instance, transfer=lease.transfer, holder=lease.holder,
+            bytes=lease.bytes_served, seconds=round(self._clock() - lease.began_at, 3),
+        )  # fmt: skip
+        _log.info("lease %s", how, extra=said)
 
 
 def _is_on(lease: Lease, instance: str, generation: str) -> bool:

@@ -8,9 +8,12 @@ differ from what serves land, so of the memory of a small change little is ever 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 from relay_service.core.arenas import close_arenas, map_arenas
+from relay_service.core.beside import Beside
 from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.ports import Arena, MapArena
 from relay_service.core.receiver import Receiver
@@ -22,11 +25,16 @@ class Lent:
     """Lent memory of all ranks. Owns its descriptors and mappings."""
 
     def __init__(
-        self, descriptors: list[int], serves: Sequence[Manifest], map_arena: MapArena
+        self,
+        descriptors: list[int],
+        serves: Sequence[Manifest],
+        map_arena: MapArena,
+        read_beside: Callable[[int], AbstractContextManager[Arena]],
     ) -> None:
         """Takes the descriptors over, also when it raises.
 
-        `serves` describes the arenas that it is lent beside. Raises what mapping it does.
+        `serves` describes the arenas that it is lent beside, and `read_beside` lends the one of
+        a rank for one read. Raises what mapping it does.
         """
         self._descriptors = descriptors
         self._arenas: list[Arena] = []
@@ -42,9 +50,12 @@ class Lent:
             self.close()
             raise
         self._receivers = [
-            Receiver(manifest.without_digests(), arena, beside=manifest)
+            Receiver(
+                manifest.without_digests(), arena,
+                beside=Beside(manifest, partial(read_beside, manifest.rank)),
+            )
             for manifest, arena in zip(serves, self._arenas, strict=True)
-        ]
+        ]  # fmt: skip
 
     @property
     def filling(self) -> bool:

@@ -94,6 +94,11 @@ class Puller:
         return self._reader.bytes_reread
 
     @property
+    def bytes_copied(self) -> int:
+        """Bytes that were copied on this host, of blocks that are the same as others."""
+        return sum(receiver.bytes_copied for receiver in self.receivers)
+
+    @property
     def blocks_landed(self) -> int:
         """Blocks that came and matched their digest."""
         return self._reader.sum("blocks_landed")

@@ -18,6 +18,8 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     rate_limit_bytes_per_second: int = 0
     timeout_seconds: float = 0.0
     """0 for none."""
+    weights_digest: str = ""
+    """Only weights to take, from whoever holds them; empty for whatever fits."""
 
 
 @dataclass

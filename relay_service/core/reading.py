@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -18,6 +18,7 @@ from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
 from relay_service.core.together import in_thread, together
+from relay_service.core.twins import Twins
 from relay_service.errors import CorruptBlock, FormatMismatch, NotYet, SourceFailed
 
 CORRUPTIONS_PER_SOURCE = 2
@@ -30,11 +31,16 @@ class Copied:
     """The way from each rank of a source to the same rank of a target, block by block."""
 
     def __init__(self, sources: Sequence[Manifest], receivers: Sequence[Receiver]) -> None:
-        """Says what shall land; blocks that are there already are kept."""
+        """Says what shall land; blocks that are there already are kept, and copied.
+
+        Copying takes its time: not for an event loop. Raises `ResourceExhausted`.
+        """
         self._receivers = receivers
         self.manifests = sources
         for receiver, manifest in zip(receivers, sources, strict=True):
             receiver.expect(manifest)
+        self._twins = Twins(receivers)
+        self._twins.settle()
 
     @property
     def ranks(self) -> range:
@@ -47,16 +53,29 @@ class Copied:
         return sum(receiver.bytes_verified for receiver in self._receivers)
 
     def missing(self, rank: int) -> list[int]:
-        """Flat indexes of the blocks of a rank that have not come, in order."""
-        return self._receivers[rank].missing
+        """Flat indexes of the blocks of a rank that have not come, in order.
 
-    def place(self, rank: int, index: int) -> AbstractContextManager[Place | None]:
+        Of blocks that are the same bytes, on whatever rank, only the first one has to.
+        """
+        return self._twins.to_read(rank)
+
+    @contextmanager
+    def place(self, rank: int, index: int) -> Iterator[Place | None]:
         """Lends the memory where a block belongs; see `Receiver.place`."""
-        return self._receivers[rank].place(index)
+        with self._receivers[rank].place(index) as place:
+            yield place and Place(place.memory, partial(self._landed, rank, index, place))
 
     def land(self, rank: int, index: int, data: memoryview) -> None:
-        """Lands and verifies one block. Raises `InvalidRequest` or `CorruptBlock`."""
+        """Lands and verifies one block, wherever it belongs.
+
+        Raises `InvalidRequest` or `CorruptBlock`, or `ResourceExhausted`.
+        """
         self._receivers[rank].land(index, data)
+        self._twins.landed(rank, index, data)
+
+    def _landed(self, rank: int, index: int, place: Place, digest: bytes) -> None:
+        place.landed(digest)
+        self._twins.landed(rank, index, place.memory)
 
 
 Way = Copied | Recut
@@ -127,7 +146,7 @@ class Reader:
             raise SourceFailed(f"{source.instance}: its manifest is not of {source.weights.digest}")
         step.recut = otherwise or self._difference(manifests)
         if not step.recut:
-            return self._copied(manifests)
+            return await in_thread(partial(self._copied, manifests))
         return await in_thread(partial(self._cut_anew, source, manifests, step.recut))
 
     async def read(self, session: SourceSession, way: Way) -> None:

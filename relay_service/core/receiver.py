@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from relay_service.core.beside import Beside
 from relay_service.core.copies import Copy
 from relay_service.core.digests import block_digest
 from relay_service.core.layout import gaps
@@ -26,7 +27,7 @@ class Receiver:
         layout: Manifest,
         arena: Arena,
         verified: Sequence[bytes] | None = None,
-        beside: Manifest | None = None,
+        beside: Beside | None = None,
         *,
         unknown: bool = False,
     ) -> None:
@@ -40,6 +41,8 @@ class Receiver:
         self.bytes_reread = 0
         self.bytes_landed = 0
         """Bytes of blocks that came, matched and were not there before."""
+        self.bytes_copied = 0
+        """Bytes of blocks that were copied on this host instead of coming."""
         self.bytes_verified = 0
         self.blocks_verified = 0
         self.blocks_landed = 0
@@ -48,7 +51,7 @@ class Receiver:
         """Blocks that came and did not match their digest."""
         self._arena = arena
         self._expected: Manifest | None = None
-        self._beside = beside or layout.without_digests()
+        self.beside = beside
         self.verified = list(verified or [b""] * layout.block_count)
         """Digest of each block that has landed; empty for a missing one."""
         self._lent: set[int] = set()
@@ -82,7 +85,8 @@ class Receiver:
         self.bytes_verified = 0
         for index, digest in enumerate(self.verified):
             wanted = manifest.block_digest(index)
-            if wanted and wanted in (digest, self._beside.block_digest(index)):
+            beside = self.beside.manifest.block_digest(index) if self.beside else b""
+            if wanted and wanted in (digest, beside):
                 self.verified[index] = wanted
                 kept += 1
                 self.bytes_verified += manifest.block(index).nbytes
@@ -147,6 +151,33 @@ class Receiver:
             self._forget(index, block.nbytes)
         self._landed(index, self._arena.land(block.offset, data), again=again)
 
+    def wanted(self, index: int) -> bytes:
+        """Returns the digest of the block that shall land there; empty before it is known."""
+        return self._expected.block_digest(index) if self._expected else b""
+
+    def copy(self, index: int, data: memoryview) -> bool:
+        """Takes a block from elsewhere on this host; returns whether what landed is right.
+
+        A wrong one stays missing. Nobody else may be landing the same block.
+        """
+        block = self.layout.block(index)
+        good = len(data) == block.nbytes and self.wanted(index) == self._arena.land(
+            block.offset, data
+        )
+        if good:
+            with self._lock:
+                self.bytes_copied += block.nbytes
+                self._verify(index, self.wanted(index), block.nbytes)
+            self.on_verified()
+        return good
+
+    def held(self, index: int) -> bytes:
+        """Returns the bytes of a verified block. Raises `EpochChanged` for one that is beside."""
+        block, digest = self.layout.block(index), self.verified[index]
+        if self.beside and digest == self.beside.manifest.block_digest(index):
+            return self.beside.read(index)
+        return bytes(self._arena.view(block.offset, block.nbytes))
+
     def expect_pieces(self, *, keep: bool) -> None:
         """Prepares for weights that come in pieces: keeps the blocks that are whole, or none.
 
@@ -195,7 +226,11 @@ class Receiver:
             self.bytes_reread += nbytes
         else:
             self.bytes_landed += nbytes
-        if good and not self.verified[index]:
+        if good:
+            self._verify(index, digest, nbytes)
+
+    def _verify(self, index: int, digest: bytes, nbytes: int) -> None:
+        if not self.verified[index]:
             self.verified[index] = digest
             self.blocks_verified += 1
             self.bytes_verified += nbytes

@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from itertools import islice
 
 from relay_service.core.holding import Holding
-from relay_service.core.instance import MAX_READERS, Artifact, Instance, RankBlocks, Reader
+from relay_service.core.instance import MAX_READERS, Artifact, Instance, RankBlocks, Reader, State
 from relay_service.core.leases import Lease
 
 
 def record(holding: Holding, address: str, leases: int, readers: Iterable[Lease] = ()) -> Instance:
     """Returns the record of an attached instance, which is found at `address`."""
     offer = holding.offered.now
+    # Whoever looks for a source shall not come now, and shall come again.
+    state = State.UPDATING if holding.changing_to else holding.state
     return Instance(
         instance=holding.name, generation=holding.generation, model=holding.model,
-        state=holding.state, format=holding.attach.format, placement=holding.placement,
+        state=state, format=holding.attach.format, placement=holding.placement,
         weights=holding.weights, address=address, leases=leases,
         ranks=tuple(_rank_blocks(holding, rank) for rank in range(len(holding.manifests))),
         artifacts=tuple(

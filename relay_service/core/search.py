@@ -56,6 +56,8 @@ class Search:
         self._yields_until = 0.0
         self._sent_on: Instance | None = None
         """Whom a busy source named to read from instead."""
+        self._changed: set[Life] = set()
+        """Left since their weights were, or were about to be, others."""
         self._news_until = 0.0
         """When the fleet must have heard of an update that a source was left for."""
         self._last_error: Exception | None = None
@@ -77,7 +79,9 @@ class Search:
                 best, yields = choose(candidates, have_blocks), self._yields
                 if not (best.full and yields):
                     return best.instance, yields
-            elif time.monotonic() > self._news_until:
+            elif self._news_are_in() and not any(
+                m.instance.state is State.UPDATING for m in wanted
+            ):
                 self._give_up_in_vain(wanted)
             self._report.note = waiting_for(wanted, self._options.source_instance)
             await asyncio.sleep(SEARCH_SECONDS)
@@ -95,6 +99,17 @@ class Search:
         (self._broke_off if again or patient else self._left).add(source.life)
         if isinstance(error, EpochChanged):
             self._news_until = time.monotonic() + EXPIRY_SECONDS
+            if self._strikes[source.life] < STRIKES:
+                self._changed.add(source.life)
+
+    def _news_are_in(self) -> bool:
+        """Whether the fleet has heard of all updates; what is announced still, came to nothing."""
+        if time.monotonic() <= self._news_until:
+            return False
+        known = {one.life for one in self._known}
+        again, self._changed = self._changed & known, set()
+        self._left -= again
+        return not again
 
     def _matches(self) -> list[Match]:
         judged = match(self._target, self._known)
@@ -149,7 +164,9 @@ class Search:
             if other.instance != named:
                 continue
             if not self._may_pass_on(other):
-                self._yields_until = now
+                # One that serves takes just these weights too, and soon gives them.
+                if not (self._options.weights_digest and other.state.updatable):
+                    self._yields_until = now
             else:
                 # It may have begun just now, and nobody has heard yet at which epoch.
                 coming = Filling(
@@ -163,7 +180,10 @@ class Search:
         return ahead if ahead and self._strikes[ahead.life] < STRIKES else None
 
     def _is_wanted(self, instance: Instance) -> bool:
-        return self._options.source_instance in ("", instance.instance, instance.model)
+        named, digest = self._options.source_instance, self._options.weights_digest
+        return named in ("", instance.instance, instance.model) and digest in (
+            "", instance.weights.digest,
+        )  # fmt: skip
 
     def _give_up_in_vain(self, wanted: list[Match]) -> None:
         """Raises when waiting would not help: sources were left, or none of them fits."""

@@ -137,6 +137,7 @@ def options_from_proto(message: weights_pb2.PullOptions) -> PullOptions:
         transport=message.transport,
         rate_limit_bytes_per_second=message.rate_limit_bytes_per_second,
         timeout_seconds=timeout,
+        weights_digest=message.weights_digest.lower(),
     )
 
 
@@ -164,6 +165,7 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         transport=report.path[-1].transport,
         bytes_moved=puller.bytes_moved,
         bytes_reread=puller.bytes_reread,
+        bytes_copied=puller.bytes_copied,
         blocks_reused=report.blocks_reused,
         model=report.model,
         weight_version=report.weight_version,

@@ -17,6 +17,7 @@ from relay_service.core.attachment import Update
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.rate import TokenBucket
+from relay_service.core.reading import Copied, LandRank
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged, NotFound, RelayError, SourceFailed
 from relay_service.transports.grpc_stream import GrpcTransport
@@ -57,10 +58,10 @@ class Case:
         self.transport = transport(relay)
         self._fleet = fleet
 
-    async def seed(self, layout=None):
+    async def seed(self, layout=None, data=None):
         """Attaches the seed and prepares to fill another arena with its weights."""
         self.layout = layout or self._fleet.layout
-        self.data = random_bytes(self.layout)
+        self.data = data or random_bytes(self.layout)
         self.engine = await self._fleet.engine(self.relay, "seed", self.data, layout=self.layout)
         (self.record,) = self.relay.holdings.records(self.relay.address)
         self.arena = BytesArena(self.layout.data_bytes)
@@ -91,6 +92,19 @@ class Gate(TokenBucket):
         """Waits at the gate."""
         self.asked += nbytes
         await self.open.wait()
+
+
+async def test_equal_blocks_cross_once(case):
+    """Of blocks that are the same bytes one is read, wherever it is received."""
+    await case.seed(lay_out_bytes([BLOCK_BYTES] * 4), data=bytes([7]) * BLOCK_BYTES * 4)
+    receiver = Receiver(case.layout, BytesArena(case.layout.data_bytes))
+    session = await case.transport.open(case.record, "target")
+    way = Copied([await session.manifest(0)], [receiver])
+    assert way.missing(0) == [0]
+    await session.read(0, way.missing(0), LandRank(way, 0), UNLIMITED)
+    assert receiver.complete
+    assert (receiver.bytes_moved, receiver.bytes_copied) == (BLOCK_BYTES, 3 * BLOCK_BYTES)
+    await session.close()
 
 
 async def test_every_block_lands(case):

@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeClock
 
 from relay_service.core.leases import LEASE_SECONDS, LINGER_SECONDS, LeaseTable
-from relay_service.errors import LeaseEnded
+from relay_service.errors import EpochChanged, LeaseEnded
 
 
 @pytest.fixture
@@ -92,3 +92,24 @@ def test_leases_cannot_be_guessed(leases):
     names = {leases.acquire("seed", "life", 1, "a").lease for _ in range(100)}
     assert len(names) == 100
     assert all(len(name) >= 24 for name in names)
+
+
+def test_leases_that_end_with_their_weights(clock, leases):
+    """They count no more, and whoever uses one hears why as long as it would have lasted."""
+    lease = leases.acquire("seed", "life", 1, "target")
+    other = leases.acquire("other", "life", 1, "target")
+    leases.end_reading("seed", "life", "seed: its weights are updated to v2")
+    assert (leases.count("seed", "life"), leases.holders("seed", "life")) == (0, [])
+    assert leases.use(other.lease) is other
+    for _ in range(2):
+        with pytest.raises(EpochChanged, match="are updated to v2"):
+            leases.use(lease.lease)
+    again = leases.acquire("seed", "life", 2, "target")
+    assert leases.holders("seed", "life") == ["target"]
+    clock.now += LEASE_SECONDS - 1
+    leases.use(again.lease)
+    clock.now += 2
+    leases.expire()
+    with pytest.raises(LeaseEnded):
+        leases.use(lease.lease)
+    assert leases.count("seed", "life") == 1

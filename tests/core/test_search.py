@@ -8,6 +8,7 @@ from fakes import (
     FakeFleet,
     FakeSource,
     FakeTransport,
+    eventually,
     instance,
     lay_out_bytes,
     random_bytes,
@@ -23,7 +24,7 @@ from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.reading import NOT_YETS_PER_SOURCE
 from relay_service.core.receiver import Receiver
-from relay_service.errors import NoSource, NotYet, SourceBusy
+from relay_service.errors import EpochChanged, NoSource, NotYet, SourceBusy
 
 LAYOUT = lay_out_bytes([6 * BLOCK_BYTES])
 DATA = random_bytes(LAYOUT)
@@ -149,3 +150,50 @@ async def test_nothing_ever_comes():
     with pytest.raises(NoSource, match="has not arrived yet"):
         await scene.run()
     assert len(scene.puller.report.path) == search.STRIKES
+
+
+@pytest.mark.parametrize("refusals", [2, 100])
+async def test_an_update_that_nobody_saw_come_to_nothing(monkeypatch, refusals):
+    """A source that was about to change, and is announced as before, is asked a few times more."""
+    monkeypatch.setattr(search, "EXPIRY_SECONDS", 0.02)
+    seed = source("seed")
+    transport, asked = FakeTransport(seed), []
+
+    async def refuse(found, holder, **_):
+        asked.append(holder)
+        if len(asked) <= refusals:
+            raise EpochChanged("seed is about to change to v2")
+        return await FakeTransport.open(transport, found, holder)
+
+    transport.open = refuse
+    scene = Scene(seed.record, transport=transport)
+    if refusals < search.STRIKES:
+        assert await scene.run() == ["seed"] * 3
+    else:
+        with pytest.raises(EpochChanged, match="about to change"):
+            await scene.run()
+        assert len(asked) == search.STRIKES
+
+
+async def test_an_update_that_takes_its_time(monkeypatch):
+    """Who was left in an update is waited for as long as that goes on, and read from afterwards."""
+    monkeypatch.setattr(search, "EXPIRY_SECONDS", 0.0)
+    seed = source("seed")
+    seed.fails_after, seed.error = 2, EpochChanged("seed: its weights are updated to v2")
+    transport = FakeTransport(seed)
+    scene = Scene(seed.record, transport=transport)
+    fleet = scene.puller._search._fleet
+
+    async def begin(found, holder, **_):
+        fleet.known = [replace(seed.record, state=State.UPDATING)]
+        return await FakeTransport.open(transport, found, holder)
+
+    transport.open = begin
+    pulling = asyncio.create_task(scene.run())
+    await eventually(lambda: pulling.done() or fleet.asked > 5)
+    assert not pulling.done()
+    seed.fails_after = None
+    weights = replace(seed.record.weights, epoch=2)
+    fleet.known = [replace(seed.record, weights=weights)]
+    assert await pulling == ["seed", "seed"]
+    assert len(seed.reads) == LAYOUT.block_count

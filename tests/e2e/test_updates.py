@@ -18,14 +18,19 @@ from stage import Stage, eventually, reach, status_of
 from tokenizers import Tokenizer
 
 from clients.engine import EngineClient
+from clients.errors import CallFailed
 from clients.launch import Service
+from clients.relay import RelayClient
 from clients.safetensors_files import read_folder
+from relay_service.core.match import Target
 from seedrelay.v1 import engine_pb2
 
 MODES = ("abort", "wait", "keep", "retract")
 SOURCES = ("disk", "push", "relay")
 STREAMS, TOKENS, BEGUN = 16, 48, 2
 LIMIT_SECONDS = 90.0
+ENGINE = "engine"
+LEASE_WAIT_NANOS = 200_000_000
 
 
 @dataclass
@@ -52,13 +57,15 @@ class Scene:
 
     def __init__(self, stage: Stage, models: dict[str, Path]) -> None:
         self.models, self.serves = models, "a"
-        relay = stage.relay()
-        shared = ("--tp", "2", "--relay", relay.address, "--kv-cache-tokens", "8192")
+        self.relay = stage.relay()
+        shared = ("--tp", "2", "--relay", self.relay.address, "--kv-cache-tokens", "8192")
         self.references = {
             name: stage.engine(folder, *shared, "--instance-name", name)
             for name, folder in models.items()
         }
-        self.engine = stage.engine(models["a"], *shared, "--weight-version", "v0")
+        self.engine = stage.engine(
+            models["a"], *shared, "--weight-version", "v0", "--instance-name", ENGINE
+        )
         self._numbers = itertools.count(1)
         self._tokenizer = Tokenizer.from_file(str(models["a"] / "tokenizer.json"))
         texts = [f"{number}. What does a seed need" + " more" * number for number in range(STREAMS)]
@@ -79,14 +86,21 @@ class Scene:
     async def update(self, source: str, mode: str, to: str) -> engine_pb2.UpdateReport:
         """Updates the engine."""
         asked = engine_pb2.WeightUpdate(
-            weight_version=f"v{next(self._numbers)}", pause_mode=f"PAUSE_MODE_{mode.upper()}"
-        )
+            weight_version=f"v{next(self._numbers)}", pause_mode=f"PAUSE_MODE_{mode.upper()}",
+            lease_wait={"nanos": LEASE_WAIT_NANOS},
+        )  # fmt: skip
         async with EngineClient(self.engine.address) as client:
             done = await (self._pushed if source == "push" else self._whole)(
                 client, asked, source, to
             )
         self.serves = to
         return done
+
+    async def read(self, relay: RelayClient) -> str:
+        """Takes a lease on what the engine serves, and never gives it back."""
+        known = [match.instance for match in await relay.sources(Target())]
+        (found,) = [one for one in known if one.instance == ENGINE]
+        return (await relay.acquire_lease(found, "frozen")).lease
 
     async def _whole(
         self, client: EngineClient, asked: engine_pb2.WeightUpdate, source: str, to: str
@@ -147,9 +161,18 @@ async def play(client: EngineClient, played: Played, max_tokens: int = TOKENS) -
 
 
 async def ask_until(
-    done: asyncio.Event, client: EngineClient, prompt: list[int], begun: list[Played]
+    done: asyncio.Event,
+    client: EngineClient,
+    prompt: list[int],
+    begun: list[Played],
+    former: list[Played] | None,
 ) -> None:
-    """Asks again and again until `done`, so that something runs whenever weights change."""
+    """Asks again and again until `done`, so that something runs whenever weights change.
+
+    It begins after a `former` one has: answers in step would all end at once, and none run then.
+    """
+    if former is not None:
+        await eventually(lambda: former and former[0].begun.is_set(), 60)
     while not done.is_set():
         begun.append(Played(prompt))
         await play(client, begun[-1])
@@ -167,20 +190,31 @@ async def test_an_update_under_load(scene: Scene, source: str, mode: str) -> Non
     """What ran says what its mode promises, and all that follows what a fresh process says."""
     before, after = scene.serves, "b" if scene.serves == "a" else "a"
     old = (await status_of(scene.engine)).weight_version
-    async with EngineClient(scene.engine.address) as client, asyncio.timeout(LIMIT_SECONDS):
+    async with (
+        EngineClient(scene.engine.address) as client,
+        RelayClient(scene.relay.address) as relay,
+        asyncio.timeout(LIMIT_SECONDS),
+    ):
         await play(client, Played(scene.known))
         applied, running = asyncio.Event(), [list[Played]() for _ in scene.prompts]
         asking = asyncio.gather(
             *(
-                ask_until(applied, client, prompt, begun)
-                for prompt, begun in zip(scene.prompts, running, strict=True)
+                ask_until(
+                    applied, client, prompt, begun, running[number - 4] if number > 3 else None
+                )
+                for number, (prompt, begun) in enumerate(zip(scene.prompts, running, strict=True))
             )
         )
         await eventually(lambda: all(one and one[0].begun.is_set() for one in running), 60)
+        lease = await scene.read(relay)
         done = await scene.update(source, mode, after)
+        with pytest.raises(CallFailed, match=f"its weights are updated to {done.weight_version}"):
+            await relay.grant_read(lease, 0, [(0, 1)], 1)
         applied.set()
         await asking
         first = await play(client, Played(scene.known))
+    assert (done.readers, done.leases_ended) == (1, 1)
+    assert done.seconds_for_readers >= LEASE_WAIT_NANOS / 1e9
     status = await status_of(scene.engine)
     reference = await status_of(scene.references[after])
     assert [rank.digest for rank in status.ranks] == [rank.digest for rank in reference.ranks]

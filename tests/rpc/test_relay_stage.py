@@ -41,7 +41,9 @@ def changed(*blocks: int, seed: int = 9) -> bytes:
     other = random_bytes(LAYOUT, seed)
     for index in blocks or range(LAYOUT.block_count):
         block = LAYOUT.block(index)
-        data[block.offset : block.offset + block.nbytes] = other[: block.nbytes]
+        data[block.offset : block.offset + block.nbytes] = other[
+            block.offset : block.offset + block.nbytes
+        ]
     return bytes(data)
 
 

@@ -199,7 +199,7 @@ class ProbePrompt(_message.Message):
     def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., expected_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WeightUpdate(_message.Message):
-    __slots__ = ("weight_version", "base_digest", "expected_digest", "source", "completeness", "pause_mode", "pause_deadline", "on_pause_deadline", "clear_cache", "staging", "probe", "files", "allow_narrowing")
+    __slots__ = ("weight_version", "base_digest", "expected_digest", "source", "completeness", "pause_mode", "pause_deadline", "on_pause_deadline", "clear_cache", "staging", "probe", "files", "allow_narrowing", "lease_wait")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class WeightUpdate(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NARROWING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_WAIT_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     base_digest: str
     expected_digest: str
@@ -233,7 +234,8 @@ class WeightUpdate(_message.Message):
     probe: _containers.RepeatedCompositeFieldContainer[ProbePrompt]
     files: _containers.ScalarMap[str, bytes]
     allow_narrowing: bool
-    def __init__(self, weight_version: _Optional[str] = ..., base_digest: _Optional[str] = ..., expected_digest: _Optional[str] = ..., source: _Optional[_Union[WeightSource, _Mapping]] = ..., completeness: _Optional[_Union[Completeness, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., pause_deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., on_pause_deadline: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., staging: _Optional[_Union[Staging, str]] = ..., probe: _Optional[_Iterable[_Union[ProbePrompt, _Mapping]]] = ..., files: _Optional[_Mapping[str, bytes]] = ..., allow_narrowing: _Optional[bool] = ...) -> None: ...
+    lease_wait: _duration_pb2.Duration
+    def __init__(self, weight_version: _Optional[str] = ..., base_digest: _Optional[str] = ..., expected_digest: _Optional[str] = ..., source: _Optional[_Union[WeightSource, _Mapping]] = ..., completeness: _Optional[_Union[Completeness, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., pause_deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., on_pause_deadline: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ..., staging: _Optional[_Union[Staging, str]] = ..., probe: _Optional[_Iterable[_Union[ProbePrompt, _Mapping]]] = ..., files: _Optional[_Mapping[str, bytes]] = ..., allow_narrowing: _Optional[bool] = ..., lease_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BeginWeightUpdateRequest(_message.Message):
     __slots__ = ("update", "idempotency_key", "lease", "wait", "operator")
@@ -386,7 +388,7 @@ class CommitWeightUpdateRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("weight_version", "weights_digest", "epoch", "bytes_changed", "seconds_staged", "seconds_paused", "seconds_drained", "requests", "ranks", "flushed_blocks", "cache_kept", "notes", "path", "state")
+    __slots__ = ("weight_version", "weights_digest", "epoch", "bytes_changed", "seconds_staged", "seconds_paused", "seconds_drained", "requests", "ranks", "flushed_blocks", "cache_kept", "notes", "path", "state", "readers", "leases_ended", "seconds_for_readers")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +403,9 @@ class UpdateReport(_message.Message):
     NOTES_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FOR_READERS_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     weights_digest: str
     epoch: int
@@ -415,7 +420,10 @@ class UpdateReport(_message.Message):
     notes: _containers.RepeatedScalarFieldContainer[str]
     path: _containers.RepeatedCompositeFieldContainer[_weights_pb2.PathStep]
     state: _weights_pb2.InstanceState
-    def __init__(self, weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_changed: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., seconds_drained: _Optional[float] = ..., requests: _Optional[_Union[PauseCounts, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankUpdate, _Mapping]]] = ..., flushed_blocks: _Optional[int] = ..., cache_kept: _Optional[bool] = ..., notes: _Optional[_Iterable[str]] = ..., path: _Optional[_Iterable[_Union[_weights_pb2.PathStep, _Mapping]]] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ...) -> None: ...
+    readers: int
+    leases_ended: int
+    seconds_for_readers: float
+    def __init__(self, weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_changed: _Optional[int] = ..., seconds_staged: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., seconds_drained: _Optional[float] = ..., requests: _Optional[_Union[PauseCounts, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankUpdate, _Mapping]]] = ..., flushed_blocks: _Optional[int] = ..., cache_kept: _Optional[bool] = ..., notes: _Optional[_Iterable[str]] = ..., path: _Optional[_Iterable[_Union[_weights_pb2.PathStep, _Mapping]]] = ..., state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., readers: _Optional[int] = ..., leases_ended: _Optional[int] = ..., seconds_for_readers: _Optional[float] = ...) -> None: ...
 
 class CommitWeightUpdateResponse(_message.Message):
     __slots__ = ("report",)

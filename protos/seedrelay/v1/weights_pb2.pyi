@@ -132,16 +132,18 @@ class WeightUnit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., byte_count: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., block_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PullOptions(_message.Message):
-    __slots__ = ("source_instance", "transport", "rate_limit_bytes_per_second", "timeout")
+    __slots__ = ("source_instance", "transport", "rate_limit_bytes_per_second", "timeout", "weights_digest")
     SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RATE_LIMIT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     source_instance: str
     transport: str
     rate_limit_bytes_per_second: int
     timeout: _duration_pb2.Duration
-    def __init__(self, source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., rate_limit_bytes_per_second: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, source_instance: _Optional[str] = ..., transport: _Optional[str] = ..., rate_limit_bytes_per_second: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class PullProgress(_message.Message):
     __slots__ = ("phase", "source_instance", "transport", "bytes_verified", "bytes_total", "note", "transfer")
@@ -178,7 +180,7 @@ class PathStep(_message.Message):
     def __init__(self, source_instance: _Optional[str] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_verified: _Optional[int] = ..., reason: _Optional[str] = ..., recut: _Optional[str] = ...) -> None: ...
 
 class PullReport(_message.Message):
-    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe", "model", "source_weights_digest")
+    __slots__ = ("state", "path", "transport", "bytes_moved", "bytes_reread", "blocks_reused", "weight_version", "weights_digest", "seconds_matching", "seconds_transfer", "seconds_commit", "seconds_probe", "model", "source_weights_digest", "bytes_copied")
     STATE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +195,7 @@ class PullReport(_message.Message):
     SECONDS_PROBE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SOURCE_WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_COPIED_FIELD_NUMBER: _ClassVar[int]
     state: InstanceState
     path: _containers.RepeatedCompositeFieldContainer[PathStep]
     transport: str
@@ -207,4 +210,5 @@ class PullReport(_message.Message):
     seconds_probe: float
     model: str
     source_weights_digest: str
-    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ..., model: _Optional[str] = ..., source_weights_digest: _Optional[str] = ...) -> None: ...
+    bytes_copied: int
+    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., path: _Optional[_Iterable[_Union[PathStep, _Mapping]]] = ..., transport: _Optional[str] = ..., bytes_moved: _Optional[int] = ..., bytes_reread: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., seconds_matching: _Optional[float] = ..., seconds_transfer: _Optional[float] = ..., seconds_commit: _Optional[float] = ..., seconds_probe: _Optional[float] = ..., model: _Optional[str] = ..., source_weights_digest: _Optional[str] = ..., bytes_copied: _Optional[int] = ...) -> None: ...
