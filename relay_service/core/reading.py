@@ -1,4 +1,4 @@
-"""Reads what a target lacks from an open source: rank by rank, or cut anew. Plain Python."""
+"""Finds the way from an open source to a target: rank by rank, or cut anew. Plain Python."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target, placed_otherwise
 from relay_service.core.ports import SourceSession
 from relay_service.core.pull_report import PathStep, PullReport
-from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
-from relay_service.core.together import in_thread, together
-from relay_service.errors import CorruptBlock, FormatMismatch, NotYet, SourceFailed
+from relay_service.core.together import in_thread
+from relay_service.errors import FormatMismatch, SourceFailed
 
-CORRUPTIONS_PER_SOURCE = 2
-NOT_YETS_PER_SOURCE = 3
-"""Answers in a row, of a second each, that the next block has not come yet."""
 MAX_RANKS = 1024
 
 
@@ -49,6 +45,10 @@ class Copied:
     def missing(self, rank: int) -> list[int]:
         """Flat indexes of the blocks of a rank that have not come, in order."""
         return self._receivers[rank].missing
+
+    def unit(self, rank: int, index: int) -> int:
+        """Returns the index of the unit that a block belongs to."""
+        return self.manifests[rank].block(index).unit
 
     def place(self, rank: int, index: int) -> AbstractContextManager[memoryview | None]:
         """Lends the memory where a block belongs; see `Receiver.place`."""
@@ -89,13 +89,11 @@ class Reader:
         target: Target,
         receivers: list[Receiver],
         landed: Landed,
-        limit: TokenBucket,
         report: PullReport,
     ) -> None:
         self._target = target
         self._receivers = receivers
         self._landed = landed
-        self._limit = limit
         self._report = report
         self._recuts: list[Recut] = []
         self._dropped = 0
@@ -129,26 +127,6 @@ class Reader:
         if not step.recut:
             return self._copied(manifests)
         return await in_thread(partial(self._cut_anew, source, manifests, step.recut))
-
-    async def read(self, session: SourceSession, way: Way) -> None:
-        """Reads what is missing. Raises what a session's `read` does, and `CorruptBlock`."""
-        await together(*(self._read_rank(session, way, rank) for rank in way.ranks))
-
-    async def _read_rank(self, session: SourceSession, way: Way, rank: int) -> None:
-        corruptions = in_vain = 0
-        while missing := way.missing(rank):
-            try:
-                await session.read(rank, missing, LandRank(way, rank), self._limit)
-            except NotYet as error:
-                self._report.note = str(error)
-                in_vain = in_vain + 1 if len(way.missing(rank)) == len(missing) else 0
-                if in_vain >= NOT_YETS_PER_SOURCE:
-                    raise
-            except CorruptBlock as error:
-                corruptions += 1
-                self._report.note = str(error)
-                if corruptions > CORRUPTIONS_PER_SOURCE:
-                    raise
 
     def _difference(self, manifests: Sequence[Manifest]) -> str:
         """Says where ranks that are placed alike lie otherwise, as with experts elsewhere."""
