@@ -13,7 +13,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, RankBlocks, State, Weights
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES, HEADER_BYTES, Manifest, weights_digest
+from relay_service.core.rate import TokenBucket
 from relay_service.memory.host import HostArena, create_memfd, seal
 from relay_service.memory.sparse import create_sparse_memfd
 
@@ -375,6 +377,10 @@ class FakeSource:
         self.error: Exception | None = None
         self.open_error: Exception | None = None
         self.reads: list[int] = []
+        self.limits: set[TokenBucket] = set()
+        """What its readers were bound to."""
+        self.pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        """Awaited before each block."""
         self.leases = 0
         self.stalled = asyncio.Event()
         """Set when a reader waits for a block that will not come."""
@@ -413,6 +419,7 @@ class FakeSession:
 
     async def read(self, rank, blocks, land, limit) -> None:
         source = self._source
+        source.limits.add(limit)
         for index in blocks:
             if source.fails_after is not None and len(source.reads) >= source.fails_after:
                 if source.stalls:
@@ -424,8 +431,8 @@ class FakeSession:
             if source.corrupt[index]:
                 source.corrupt[index] -= 1
                 data[-1] ^= 1
+            await source.pause()
             source.reads.append(index)
-            await asyncio.sleep(0)
             land(index, memoryview(data))
 
     async def probe(self) -> bytes:

@@ -30,7 +30,8 @@ WORTH_BLOCKS = 16
 WORTH_SECONDS = 1.0
 """What comes sooner than that needs no other source."""
 SILENT_SECONDS = 2.0
-"""Who gives nothing for so long is helped by whoever has a block more than we."""
+"""Who gives nothing for so long is left if another one has nothing to do, and otherwise helped by
+whoever has a block more than we."""
 FLOOR_BYTES_PER_SECOND = 1 << 20
 """So is who gives less than that."""
 SLOW_FRACTION = 0.25
@@ -136,6 +137,7 @@ class Lanes:
         ask_at, pause = 0.0, ASK_SECONDS
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            self._leave_silent()
             self._leave_slow()
             needs_any = self._needs_any
             if not (needs_any or self._needs_more) or time.monotonic() < ask_at:
@@ -174,14 +176,30 @@ class Lanes:
         """Whether those that are read give next to nothing."""
         if not (self._has_room and self.work and self._lanes):
             return False
-        limit = self.work.limit.bytes_per_second
-        patience = SILENT_SECONDS + (4 * BLOCK_BYTES / limit if limit else 0.0)
+        limit, patience = self.work.limit.bytes_per_second, self._patience(self.work)
         floor = min(FLOOR_BYTES_PER_SECOND, limit / 4) if limit else FLOOR_BYTES_PER_SECOND
         rates = [lane.pace.rate for lane in self._lanes]
         starved = None not in rates and sum(one or 0.0 for one in rates) < floor
         busy = min(lane.pace.busy_seconds for lane in self._lanes) > patience
         silent = all(lane.pace.silent_seconds > patience for lane in self._lanes)
         return silent or (starved and busy)
+
+    def _patience(self, work: Work) -> float:
+        """Returns for how long a source may be silent; a limit of the pull makes all of them so."""
+        limit = work.limit.bytes_per_second
+        return SILENT_SECONDS + (len(self._lanes) * 4 * BLOCK_BYTES / limit if limit else 0.0)
+
+    def _leave_silent(self) -> None:
+        """Leaves who gives nothing of what another one could give at once."""
+        idle = [lane for lane in self._lanes if lane.session and lane.pace.idle and not lane.why]
+        for lane in self._lanes:
+            if not (idle and self.work) or lane.why:
+                continue
+            if lane.pace.silent_seconds > self._patience(self.work):
+                name = idle[0].source.instance
+                lane.leave(SourceFailed(
+                    f"slow: nothing came for {lane.pace.silent_seconds:.1f} s, {name} has it too"
+                ))  # fmt: skip
 
     def _leave_slow(self) -> None:
         """Leaves who gives far less than another one: it gives more to somebody else."""

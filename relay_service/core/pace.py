@@ -47,6 +47,11 @@ class Pace:
             self._last = self._at
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is asked of it."""
+        return not self._asked
+
+    @property
     def busy_seconds(self) -> float:
         """Time in which something was asked of it."""
         with self._lock:
