@@ -431,8 +431,8 @@ class FakeSession:
             if source.corrupt[index]:
                 source.corrupt[index] -= 1
                 data[-1] ^= 1
-            await source.pause()
             source.reads.append(index)
+            await source.pause()
             land(index, memoryview(data))
 
     async def probe(self) -> bytes:

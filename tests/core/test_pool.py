@@ -149,6 +149,8 @@ async def test_what_came_wrong_is_asked_of_another():
     blocks.pool.came_wrong(liar, 0)
     blocks.pool.give_back(claim)
     waiting = asyncio.create_task(blocks.pool.claim(liar))
+    await asyncio.sleep(0)
+    assert not waiting.done()
     claim = await blocks.pool.claim(honest)
     assert claim.blocks == [0]
     assert not waiting.done()

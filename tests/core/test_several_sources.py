@@ -48,6 +48,7 @@ def hurry(patch) -> None:
     patch.setattr(search, "SEARCH_SECONDS", 0.002)
     patch.setattr(lanes, "LOOK_SECONDS", 0.002)
     patch.setattr(lanes, "ASK_SECONDS", 0.01)
+    patch.setattr(lanes, "ASK_SECONDS_AT_MOST", 0.01)
     patch.setattr(pool, "LOOK_SECONDS", 0.002)
     patch.setattr(pace, "SETTLE_SECONDS", 0.02)
 
@@ -137,7 +138,7 @@ async def test_no_more_than_so_many():
     async def pause() -> None:
         nonlocal most
         most = max(most, sum(one.leases for one in many))
-        await asyncio.sleep(0 if most >= SOURCES_AT_ONCE else 0.002)
+        await asyncio.sleep(0.01)
 
     for one in many:
         one.pause = pause
