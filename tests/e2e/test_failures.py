@@ -151,7 +151,8 @@ async def _loses_relay(
 async def _wakes_up_late(cast: Cast, target: Service) -> None:
     """What a relay wrote, had it been awake, cannot reach weights that serve."""
     relay = cast.roles["target_relay"]
-    assert held(relay)[relay.pid]["mapped"] == 2, "its neighbour's arena, and the target's of old"
+    mapped = held(relay)[relay.pid]["mapped"]
+    assert mapped == 3, "its neighbour's arena, and the target's of old, to write and to lend"
     await cast.restore("target_relay")
     await settles(lambda: held(relay)[relay.pid]["mapped"], 1)
     await assert_serves(target, cast)
