@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 
 from fakes import BytesArena, Memory, attach_message, instance, lay_out_bytes, random_bytes
 
@@ -15,7 +16,9 @@ from relay_service.core.grants import Grants, runs_of
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.manifest import BLOCK_BYTES
+from relay_service.core.ports import Place
 from relay_service.core.rate import TokenBucket
+from relay_service.core.reading import Way
 from relay_service.memory.mapping import map_arena
 from relay_service.transports.tcp_server import DataServer
 from relay_service.transports.tcp_wire import (
@@ -199,3 +202,19 @@ class Script:
             wire.receive(frame)
             assert unpack(frame)[0] == Kind.READ
             self._say(peer)
+
+
+@dataclass(frozen=True)
+class LandRank:
+    """Lands the blocks of one rank, from one source alone."""
+
+    way: Way
+    rank: int
+
+    def __call__(self, index: int, data: memoryview, /) -> None:
+        """Lands and verifies one block."""
+        self.way.land(self.rank, index, data)
+
+    def place(self, index: int) -> AbstractContextManager[Place | None]:
+        """Lends the memory where a block belongs."""
+        return self.way.place(self.rank, index)

@@ -13,7 +13,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from relay_service.core.instance import Instance, RankBlocks, State, Weights
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import BLOCK_BYTES, HEADER_BYTES, Manifest, weights_digest
 from relay_service.core.pull_report import PathStep
+from relay_service.core.rate import TokenBucket
 from relay_service.core.transfer_state import TransferState
 from relay_service.memory.host import HostArena, create_memfd, seal
 from relay_service.memory.sparse import create_sparse_memfd
@@ -393,6 +395,10 @@ class FakeSource:
         self.error: Exception | None = None
         self.open_error: Exception | None = None
         self.reads: list[int] = []
+        self.limits: set[TokenBucket] = set()
+        """What its readers were bound to."""
+        self.pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        """Awaited before each block."""
         self.leases = 0
         self.stalled = asyncio.Event()
         """Set when a reader waits for a block that will not come."""
@@ -431,6 +437,7 @@ class FakeSession:
 
     async def read(self, rank, blocks, land, limit) -> None:
         source = self._source
+        source.limits.add(limit)
         for index in blocks:
             if source.fails_after is not None and len(source.reads) >= source.fails_after:
                 if source.stalls:
@@ -443,7 +450,7 @@ class FakeSession:
                 source.corrupt[index] -= 1
                 data[-1] ^= 1
             source.reads.append(index)
-            await asyncio.sleep(0)
+            await source.pause()
             land(index, memoryview(data))
 
     async def probe(self) -> bytes:

@@ -46,6 +46,12 @@ def choose(candidates: Sequence[Candidate], have_blocks: int) -> Candidate:
     return min(candidates, key=rank)
 
 
+def has_seat(candidate: Candidate) -> bool:
+    """Whether a source is complete and can feed one more reader at full speed."""
+    source = candidate.instance
+    return source.filling is None and (candidate.near or source.leases < READERS_AT_FULL_SPEED)
+
+
 def reads_from(name: str, instances: Iterable[Instance]) -> set[str]:
     """Names everyone that reads from an instance, directly or through others.
 

@@ -18,7 +18,8 @@ MAX_UPSTREAM = 4096
 class Offer:
     """The weights that a target is being filled with, and whom they come from.
 
-    An offer is of one digest and of one line of sources. With others it's another offer, at
+    An offer is of one digest and of one line of sources, that of the first one which the target
+    reads: what it reads beside that is not waited for. With others it's another offer, at
     another epoch, so readers of the former one ask anew.
     """
 
@@ -44,10 +45,15 @@ class Offer:
         return Filling(of.model, of.weights.version, of.weights.digest, self.epoch, of.instance)
 
     def continues(self, former: Offer | None) -> bool:
-        """Whether readers of a former offer may read on: same weights, and nobody new upstream."""
+        """Whether readers of a former offer may read on: same weights, and no new way back to them.
+
+        There's none through a complete source, which waits for nobody, nor through whom the
+        former one named.
+        """
         if former is None or former.source.weights.digest != self.source.weights.digest:
             return False
-        return set(self.upstream) <= set(former.upstream)
+        complete = self.upstream == (self.source.instance,)
+        return complete or set(self.upstream) <= set(former.upstream)
 
 
 class Arrivals:

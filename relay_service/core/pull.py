@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from relay_service.core.instance import Instance
+from relay_service.core.lane import Lane, Work
+from relay_service.core.lanes import Lanes
 from relay_service.core.manifest import weights_digest
 from relay_service.core.match import Target
 from relay_service.core.offer import Offer
-from relay_service.core.ports import Fleet, Transport
-from relay_service.core.pull_report import PathStep, PullOptions, PullReport
+from relay_service.core.pool import Pool
+from relay_service.core.ports import Fleet, SourceSession, Transport
+from relay_service.core.pull_report import PullOptions, PullReport
 from relay_service.core.rate import Limits, TokenBucket
 from relay_service.core.reading import Copied, Reader
 from relay_service.core.receiver import Receiver
@@ -57,15 +61,15 @@ class Puller:
         self._transports = _chosen(transports, options.transport)
         self._options = options
         own = TokenBucket(options.rate_limit_bytes_per_second)
-        limit = Limits(own, ingress) if ingress else own
-        self._reader = Reader(target, receivers, landed or Landed(), limit, self.report)
+        self._limit = Limits(own, ingress) if ingress else own
+        self._reader = Reader(target, receivers, landed or Landed(), self.report)
         self._search = Search(target, fleet, options, self.report)
         self._offer = offer or (lambda _: None)
         self._began = time.monotonic()
         self._first_byte_at = 0.0
 
     async def run(self) -> PullReport:
-        """Pulls until every block is verified.
+        """Pulls until every block is verified, from several sources at once where that helps.
 
         Raises `FormatMismatch` when sources exist and none fits, `NoSource` when
         all that fitted were left, `CorruptBlock` when the last one was left for
@@ -74,7 +78,7 @@ class Puller:
         try:
             async with asyncio.timeout(self._options.timeout_seconds or None):
                 await take_stock(self.receivers)
-                while not await self._drain(*await self._search.next(self.blocks_verified)):
+                while not await self._fill(*await self._search.next(self.blocks_verified)):
                     pass
         except TimeoutError:
             raise PullTimeout(
@@ -118,43 +122,71 @@ class Puller:
         """Blocks that are right in the arenas, those of earlier pulls included."""
         return sum(receiver.blocks_verified for receiver in self.receivers)
 
-    async def _drain(self, source: Instance, yields: bool) -> bool:  # noqa: FBT001
+    async def _fill(self, source: Instance, yields: bool) -> bool:  # noqa: FBT001
+        """Reads what is missing from one source, and others beside it; returns whether it's all."""
+        self._lanes = Lanes(
+            self._search, self.report, self._drain, self._lead, lambda: self.blocks_verified
+        )
+        complete = await self._lanes.run(source, yields=yields)
+        if complete:
+            self._close_path()
+            self.report.phase = "done"
+        return complete
+
+    async def _drain(self, lane: Lane) -> bool:
         """Reads what is missing from one source; returns whether the target is complete."""
-        step = PathStep(source.instance, source.address, moved_before=self.bytes_moved)
-        self.report.path.append(step)
-        before = self._reader.sum("bytes_landed")
+        step, beside = lane.step, self._lanes.work is not None
         try:
-            await self._read_from(source, step, yields=yields)
+            await self._read_from(lane)
             step.reason = "complete"
+        except asyncio.CancelledError:
+            if not lane.why:
+                raise
+            self._leave(lane, lane.why, beside=beside)
         except (RelayError, OSError) as error:
-            step.reason = self.report.note = str(error)
+            self._leave(lane, error, beside=beside)
             if isinstance(error, ResourceExhausted):
                 raise  # it is this host that has no memory: no other source would help
-            if isinstance(error, SourceBusy):
-                self.report.path.remove(step)  # it was not tried, only asked
-            gave = self._reader.sum("bytes_landed") > before
-            self._search.leave(source, error, gave=gave)
-        finally:
-            step.bytes_verified = self._reader.sum("bytes_landed") - before
         return step.reason == "complete"
 
-    async def _read_from(self, source: Instance, step: PathStep, *, yields: bool) -> None:
+    def _leave(self, lane: Lane, error: Exception, *, beside: bool) -> None:
+        step = lane.step
+        step.reason = self.report.note = str(error)
+        if isinstance(error, SourceBusy):
+            self.report.path.remove(step)  # it was not tried, only asked
+        self._search.leave(lane.source, error, gave=step.bytes_verified > 0, beside=beside)
+
+    async def _read_from(self, lane: Lane) -> None:
+        source, step, lanes = lane.source, lane.step, self._lanes
         transport = await self._choose(source)
         step.transport = transport.name
-        session = await transport.open(source, self._target.instance, yields=yields)
+        session = await transport.open(source, self._target.instance, yields=lane.yields)
         try:
-            way = await self._reader.prepare(session, source, step)
-            if isinstance(way, Copied):
-                probe = await session.probe()
-                self._offer(Offer(source, way.manifests, probe, session.upstream))
-            if len(self.report.path) == 1:
-                self.report.blocks_reused = sum(r.blocks_verified for r in self.receivers)
-            self._enter_transfer()
-            await self._reader.read(session, way)
+            lane.probe = await session.probe()
+            if lanes.work is None:
+                lanes.work = await self._plan(lane, session)
+            lane.session = session
+            lanes.opened(lane)
+            await lane.read(lanes.work, session)
             self.report.seconds_transfer = time.monotonic() - self._first_byte_at
-            self._finish(source, step, await session.probe())
+            self._finish(lane)
         finally:
             await session.close()
+
+    async def _plan(self, lane: Lane, session: SourceSession) -> Work:
+        """Finds the way from the first source, which those that are read beside it share."""
+        way = await self._reader.prepare(session, lane.source, lane.step)
+        if len(self.report.path) == 1:
+            self.report.blocks_reused = self.blocks_verified
+        self._enter_transfer()
+        pools = [Pool(partial(way.missing, rank), partial(way.unit, rank)) for rank in way.ranks]
+        return Work(way, pools, self._limit, self.report)
+
+    def _lead(self, lane: Lane, work: Work) -> None:
+        """Offers what lands to others, as coming through this source."""
+        if isinstance(work.way, Copied) and lane.session:
+            upstream = lane.session.upstream
+            self._offer(Offer(lane.source, work.way.manifests, lane.probe, upstream))
 
     async def _choose(self, source: Instance) -> Transport:
         reasons = []
@@ -171,17 +203,29 @@ class Puller:
             self._first_byte_at = time.monotonic()
             self.report.seconds_matching = self._first_byte_at - self._began
 
-    def _finish(self, source: Instance, step: PathStep, probe: bytes) -> None:
+    def _finish(self, lane: Lane) -> None:
+        if self.report.weights_digest and lane is not self._lanes.first:
+            return  # said already; another one may call the same weights otherwise
+        source = lane.source
         landed = weights_digest([receiver.manifest() for receiver in self.receivers])
         # Cut anew the weights have a digest of their own: each block was held to the source's.
-        if not landed or (not step.recut and landed != source.weights.digest):
+        if not landed or (not lane.step.recut and landed != source.weights.digest):
             raise SourceFailed(f"landed {landed}, {source.instance} has {source.weights.digest}")
         self.report.model = source.model
         self.report.weight_version = source.weights.version
         self.report.weights_digest = landed
         self.report.source_weights_digest = source.weights.digest
-        self.report.probe = probe
-        self.report.phase = "done"
+        self.report.probe = lane.probe
+
+    def _close_path(self) -> None:
+        """Ends the path with those that were read to the end, the one that gave most last of all.
+
+        Whoever was to help, and came too late to give anything, was not tried.
+        """
+        done = [step for step in self.report.path if step.reason == "complete"]
+        done.sort(key=lambda step: step.bytes_verified)
+        rest = [s for s in self.report.path if s.reason not in ("", "complete")]
+        self.report.path[:] = [*rest, *(s for s in done[:-1] if s.bytes_moved), done[-1]]
 
     def story(self) -> str:
         """Tells which sources were tried, over what, and why each was left."""

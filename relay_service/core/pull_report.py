@@ -33,8 +33,8 @@ class PathStep:
     reason: str = ""
     recut: str = ""
     """How it was placed otherwise, where its weights were cut anew; empty for a copy."""
-    moved_before: int = 0
-    """Bytes that the pull had moved when it came to this source."""
+    bytes_moved: int = 0
+    """Bytes that it delivered, good or not."""
 
 
 @dataclass
@@ -44,6 +44,8 @@ class PullReport:
     phase: str = "matching"
     note: str = ""
     path: list[PathStep] = field(default_factory=list)
+    """In the order in which they were tried. In the end those that were read to the end come last,
+    of these last who gave most."""
     model: str = ""
     weight_version: str = ""
     weights_digest: str = ""
@@ -55,10 +57,9 @@ class PullReport:
     probe: bytes = b""
 
 
-def bytes_by_transport(path: list[PathStep], bytes_moved: int) -> Counter[str]:
+def bytes_by_transport(path: list[PathStep]) -> Counter[str]:
     """Splits the bytes of a pull, so far, by the transport that they came over."""
     moved: Counter[str] = Counter()
-    until = [*(step.moved_before for step in path[1:]), bytes_moved]
-    for step, end in zip(path, until, strict=bool(path)):
-        moved[step.transport] += end - step.moved_before
+    for step in path:
+        moved[step.transport] += step.bytes_moved
     return moved

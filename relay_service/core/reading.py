@@ -1,10 +1,9 @@
-"""Reads what a target lacks from an open source: rank by rank, or cut anew. Plain Python."""
+"""Finds the way from an open source to a target: rank by rank, or cut anew. Plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -14,16 +13,12 @@ from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.core.match import Target, placed_otherwise
 from relay_service.core.ports import Place, SourceSession
 from relay_service.core.pull_report import PathStep, PullReport
-from relay_service.core.rate import TokenBucket
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
-from relay_service.core.together import in_thread, together
+from relay_service.core.together import in_thread
 from relay_service.core.twins import Twins
-from relay_service.errors import CorruptBlock, FormatMismatch, NotYet, SourceFailed
+from relay_service.errors import FormatMismatch, SourceFailed
 
-CORRUPTIONS_PER_SOURCE = 2
-NOT_YETS_PER_SOURCE = 3
-"""Answers in a row, of a second each, that the next block has not come yet."""
 MAX_RANKS = 1024
 
 
@@ -59,6 +54,10 @@ class Copied:
         """
         return self._twins.to_read(rank)
 
+    def unit(self, rank: int, index: int) -> int:
+        """Returns the index of the unit that a block belongs to."""
+        return self.manifests[rank].block(index).unit
+
     @contextmanager
     def place(self, rank: int, index: int) -> Iterator[Place | None]:
         """Lends the memory where a block belongs; see `Receiver.place`."""
@@ -81,22 +80,6 @@ class Copied:
 Way = Copied | Recut
 
 
-@dataclass(frozen=True)
-class LandRank:
-    """Lands the blocks of one rank of a source: a `LandInPlace`."""
-
-    way: Way
-    rank: int
-
-    def __call__(self, index: int, data: memoryview, /) -> None:
-        """Lands and verifies one block."""
-        self.way.land(self.rank, index, data)
-
-    def place(self, index: int) -> AbstractContextManager[Place | None]:
-        """Lends the memory where a block belongs."""
-        return self.way.place(self.rank, index)
-
-
 _Count = Literal["bytes_moved", "bytes_reread", "bytes_landed", "blocks_landed", "blocks_failed"]
 
 
@@ -108,13 +91,11 @@ class Reader:
         target: Target,
         receivers: list[Receiver],
         landed: Landed,
-        limit: TokenBucket,
         report: PullReport,
     ) -> None:
         self._target = target
         self._receivers = receivers
         self._landed = landed
-        self._limit = limit
         self._report = report
         self._recuts: list[Recut] = []
         self._dropped = 0
@@ -148,26 +129,6 @@ class Reader:
         if not step.recut:
             return await in_thread(partial(self._copied, manifests))
         return await in_thread(partial(self._cut_anew, source, manifests, step.recut))
-
-    async def read(self, session: SourceSession, way: Way) -> None:
-        """Reads what is missing. Raises what a session's `read` does, and `CorruptBlock`."""
-        await together(*(self._read_rank(session, way, rank) for rank in way.ranks))
-
-    async def _read_rank(self, session: SourceSession, way: Way, rank: int) -> None:
-        corruptions = in_vain = 0
-        while missing := way.missing(rank):
-            try:
-                await session.read(rank, missing, LandRank(way, rank), self._limit)
-            except NotYet as error:
-                self._report.note = str(error)
-                in_vain = in_vain + 1 if len(way.missing(rank)) == len(missing) else 0
-                if in_vain >= NOT_YETS_PER_SOURCE:
-                    raise
-            except CorruptBlock as error:
-                corruptions += 1
-                self._report.note = str(error)
-                if corruptions > CORRUPTIONS_PER_SOURCE:
-                    raise
 
     def _difference(self, manifests: Sequence[Manifest]) -> str:
         """Says where ranks that are placed alike lie otherwise, as with experts elsewhere."""

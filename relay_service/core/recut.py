@@ -108,6 +108,10 @@ class Recut:
         keys = self._uses.keys() - self._landed.blocks
         return sorted(index for source, index in keys if source == rank)
 
+    def unit(self, rank: int, index: int) -> int:
+        """Returns the index of the unit that a block of a rank belongs to."""
+        return self._sources[rank].block(index).unit
+
     def place(self, rank: int, index: int) -> AbstractContextManager[None]:
         """Lends nothing: of a block the target has its parts, in many places."""
         del rank, index

@@ -8,7 +8,7 @@ from collections import Counter
 
 import msgspec
 
-from relay_service.core.choice import Candidate, choose, reads_from
+from relay_service.core.choice import Candidate, choose, has_seat, reads_from
 from relay_service.core.instance import Filling, Instance, Life, State
 from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
 from relay_service.core.ports import Fleet
@@ -53,6 +53,8 @@ class Search:
         self._strikes: Counter[Life] = Counter()
         self._full: dict[Life, float] = {}
         """Until when each source that said so counts as busy."""
+        self._without_seat: dict[Life, float] = {}
+        """The same of those that were to be read beside others, for whom nobody waits."""
         self._yields_until = 0.0
         self._sent_on: Instance | None = None
         """Whom a busy source named to read from instead."""
@@ -71,7 +73,7 @@ class Search:
         while True:
             if ahead := self._take_sent_on():
                 return ahead, True
-            self._known = await self._fleet.instances()
+            await self.ask()
             wanted = [m for m in self._matches() if self._is_wanted(m.instance)]
             if not self._report.path:
                 refuse_several_models([m.instance for m in wanted if m.fits])
@@ -86,10 +88,41 @@ class Search:
             self._report.note = waiting_for(wanted, self._options.source_instance)
             await asyncio.sleep(SEARCH_SECONDS)
 
-    def leave(self, source: Instance, error: Exception, *, gave: bool) -> None:
-        """Takes note of how a source failed, and whether it had given anything."""
+    async def ask(self) -> None:
+        """Asks the fleet who is there."""
+        self._known = await self._fleet.instances()
+
+    def beside(self, reading: list[Instance], have_blocks: int, *, any_: bool) -> Instance | None:
+        """Chooses one more source of the weights that are being read, of those known last.
+
+        It is complete and has a free seat, or with `any_` may be incomplete but is ahead. None
+        where there is nobody like that.
+        """
+        lives, digest = {one.life for one in reading}, reading[0].weights.digest
+        now = time.monotonic()
+        wanted = [m for m in self._matches() if self._is_wanted(m.instance)]
+        fitting = [
+            one
+            for one in self._candidates(wanted)
+            if one.instance.weights.digest == digest
+            and one.instance.life not in lives
+            and not (one.recut or one.broke_off)
+            and self._without_seat.get(one.instance.life, 0.0) <= now
+            and (any_ or has_seat(one))
+            and (one.instance.filling is None or one.instance.have_blocks > have_blocks)
+        ]
+        return choose(fitting, have_blocks).instance if fitting else None
+
+    def leave(self, source: Instance, error: Exception, *, gave: bool, beside: bool) -> None:
+        """Takes note of how a source failed, and whether it had given anything.
+
+        Whoever was only to be read `beside` others is not followed to whom it sends on.
+        """
         if isinstance(error, SourceBusy):
-            self._send_on(source, error)
+            if beside:
+                self._without_seat[source.life] = time.monotonic() + FULL_SECONDS
+            else:
+                self._send_on(source, error)
             return
         self._last_error = error
         self._strikes[source.life] += not gave

@@ -27,7 +27,7 @@ class Tally:
     def add(self, puller: Puller) -> None:
         """Adds what a pull has done so far."""
         report = puller.report
-        self.bytes_received += bytes_by_transport(report.path, puller.bytes_moved)
+        self.bytes_received += bytes_by_transport(report.path)
         self.blocks_verified += puller.blocks_landed
         self.blocks_failed += puller.blocks_failed
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from dataport import LandRank
 from fakes import (
     PROBE,
     BytesArena,
@@ -17,7 +18,7 @@ from relay_service.core.attachment import Update
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.rate import TokenBucket
-from relay_service.core.reading import Copied, LandRank
+from relay_service.core.reading import Copied
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged, NotFound, RelayError, SourceFailed
 from relay_service.transports.grpc_stream import GrpcTransport

@@ -20,11 +20,11 @@ from fakes import (
 from relay_service.core import search
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
+from relay_service.core.lane import CORRUPTIONS_PER_SOURCE
 from relay_service.core.manifest import BLOCK_BYTES, Manifest, weights_digest
 from relay_service.core.match import Target
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
-from relay_service.core.reading import CORRUPTIONS_PER_SOURCE
 from relay_service.core.receiver import Receiver
 from relay_service.errors import (
     Ambiguous,

@@ -21,13 +21,13 @@ from relay_service.core import manifest, search
 from relay_service.core.dtypes import DType
 from relay_service.core.format import Placement
 from relay_service.core.holder import Holder
+from relay_service.core.lane import CORRUPTIONS_PER_SOURCE
 from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
 from relay_service.core.manifest import weights_digest
 from relay_service.core.match import Target
 from relay_service.core.planner import Planner
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
-from relay_service.core.reading import CORRUPTIONS_PER_SOURCE
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
 from relay_service.errors import (

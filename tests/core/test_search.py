@@ -18,11 +18,11 @@ from fakes import (
 
 from relay_service.core import search
 from relay_service.core.instance import State, Weights
+from relay_service.core.lane import NOT_YETS_PER_SOURCE
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.match import Target
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
-from relay_service.core.reading import NOT_YETS_PER_SOURCE
 from relay_service.core.receiver import Receiver
 from relay_service.errors import EpochChanged, NoSource, NotYet, SourceBusy
 

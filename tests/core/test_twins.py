@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relay_service.core.beside import Beside
+from relay_service.core.digests import block_digest
 from relay_service.core.format import Placement
 from relay_service.core.match import Target
 from relay_service.core.pull import Puller
@@ -182,10 +183,10 @@ def test_a_block_that_another_one_receives():
     """What comes while another one receives it in its place is not verified, and not copied."""
     filling = Filling([[1, 2, 1]])
     way = Copied(filling.source.manifests, filling.receivers)
-    with way.place(0, 0) as memory:
+    with way.place(0, 0) as place:
         way.land(0, 0, memoryview(bytes(SIZE)))
-        memory[:] = bytes([1]) * SIZE
-        way.land(0, 0, memory)
+        place.memory[:] = bytes([1]) * SIZE
+        place.landed(block_digest(place.memory))
     assert way.missing(0) == [1]
     assert filling.receivers[0].missing == [1]
 

@@ -14,7 +14,7 @@ from engine_service.core.update_sources import Watched
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.instance import State, Weights
 from relay_service.core.match import Target
-from relay_service.rpc import directory
+from relay_service.rpc import directory_link
 from seedrelay.v1 import weights_pb2
 
 CHANGED = LAYOUT.block(LAYOUT.block_count - 1)
@@ -25,7 +25,7 @@ EVER = 60.0
 @pytest.fixture(autouse=True)
 def _renew_often(monkeypatch):
     """Announces often: what is under test is not how long news take."""
-    monkeypatch.setattr(directory, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(directory_link, "RENEW_SECONDS", 0.2)
 
 
 class Seed:

@@ -9,7 +9,7 @@ from clients.errors import DeadlineExceeded
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.match import Target
-from relay_service.rpc import directory
+from relay_service.rpc import directory_link
 from seedrelay.v1 import weights_pb2
 
 EXPERTS = lay_out_bytes([BLOCK_BYTES] * 6)
@@ -19,7 +19,7 @@ EXPERTS = lay_out_bytes([BLOCK_BYTES] * 6)
 @pytest.fixture(autouse=True)
 def _renew_often(monkeypatch):
     """Announces often: what is under test is not how long news take."""
-    monkeypatch.setattr(directory, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(directory_link, "RENEW_SECONDS", 0.2)
 
 
 def experts(*kinds: int) -> bytes:

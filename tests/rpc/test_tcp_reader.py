@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from dataport import LAYOUT, InPlaceArena, Script
+from dataport import LAYOUT, InPlaceArena, LandRank, Script
 from fakes import BytesArena, eventually, instance, resources
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relay_service.core.digests import block_digest
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.rate import TokenBucket
-from relay_service.core.reading import Copied, LandRank
+from relay_service.core.reading import Copied
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged, LeaseEnded, NotYet, SourceFailed
 from relay_service.transports import tcp, tcp_wire
