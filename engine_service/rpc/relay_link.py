@@ -81,7 +81,9 @@ class GrpcRelayLink:
                 files[artifact.name] = data
         return files
 
-    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+    async def attach(
+        self, describe: Callable[[], Attach], descriptors: Callable[[], list[int]]
+    ) -> None:
         """Attaches and keeps attached."""
         await self._attachment.attach(describe, descriptors)
 
