@@ -16,6 +16,8 @@ from functools import partial
 from tests.chaos.plan import make_plan
 from tests.chaos.run import play
 
+tell = partial(print, flush=True)
+
 
 def main() -> int:
     """Plays one seed or many; returns the exit code."""
@@ -26,22 +28,23 @@ def main() -> int:
     seeds = range(options.seeds) if options.seed is None else [options.seed]
     failed = [seed for seed in seeds if not passes(seed)]
     for seed in failed:
-        print(f"failed: make chaos SEED={seed}")
-    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds passed")
+        tell(f"failed: make chaos SEED={seed}")
+    tell(f"{len(seeds) - len(failed)} of {len(seeds)} seeds passed")
     return int(bool(failed))
 
 
 def passes(seed: int) -> bool:
     """Plays one seed and tells how it went; returns whether all was well."""
     plan, began = make_plan(seed), time.monotonic()
-    print(f"seed {seed}: {len(plan.seeds)} seeds, {len(plan.targets)} targets", flush=True)
+    tell(f"seed {seed}: {len(plan.seeds)} seeds, {len(plan.targets)} targets")
     with tempfile.TemporaryDirectory() as sockets:
         os.environ["XDG_RUNTIME_DIR"] = sockets
-        wrong, logs = play(plan, partial(print, flush=True))
+        wrong, logs = play(plan, lambda line: tell(f"  {line}"))
     if wrong:
-        print(logs)
-    print(*(f"  WRONG: {one}" for one in wrong), sep="\n", end="\n" if wrong else "")
-    print(f"  {'failed' if wrong else 'passed'} in {time.monotonic() - began:.1f} s", flush=True)
+        tell(logs)
+    for one in wrong:
+        tell(f"  WRONG: {one}")
+    tell(f"  {'failed' if wrong else 'passed'} in {time.monotonic() - began:.1f} s")
     return not wrong
 
 

@@ -27,7 +27,7 @@ from tests.chaos.stand_in import StandIn, ToldBringUp, config
 
 EGRESS_BYTES_PER_SECOND = 16 << 20
 """Of each relay: a hop takes two seconds, in which things happen."""
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 20.0
 """In which a target must be filled."""
 _SHORTER: dict[tuple[Any, str], float] = {
     (grpc_stream, "STALL_SECONDS"): 3.0,

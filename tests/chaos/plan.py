@@ -11,7 +11,7 @@ BLOCKS = 32
 """MiB of the model."""
 DIRECTORY = "directory"
 MAX_TARGETS = 6
-MAX_CAUSES = 3
+MAX_CAUSES = 4
 
 
 class Kind(StrEnum):
@@ -105,7 +105,9 @@ def make_plan(seed: int) -> Plan:
         events += _cause(rng, seeds, targets, len(events))
     count = max(1, BLOCKS * rng.choice((1, 10, 50, 100)) // 100)
     changed = frozenset(rng.sample(range(BLOCKS), count))
-    return Plan(seed, seeds, targets, tuple(events), changed, rng.randrange(BLOCKS // 2, BLOCKS))
+    return Plan(
+        seed, seeds, targets, tuple(events), changed, rng.randrange(BLOCKS * 3 // 4, BLOCKS)
+    )
 
 
 def _targets(rng: random.Random, count: int) -> Iterator[Engine]:
@@ -132,9 +134,9 @@ def _cause(
         whom = rng.choice([DIRECTORY, *relays])
     else:
         whom = rng.choice([DIRECTORY, *relays, *(engine.name for engine in everyone)])
-    target, percent = rng.choice(targets).name, rng.randrange(0, 95, 5)
+    target, percent = rng.choice(targets).name, rng.randrange(0, 101, 5)
     yield Event(kind, whom, target, percent)
-    later = min(95, percent + rng.randrange(5, 40, 5))
+    later = min(100, percent + rng.randrange(5, 40, 5))
     is_relay = whom in (DIRECTORY, *relays)
     comes_back = whom == DIRECTORY or rng.random() < 0.6
     if kind is Kind.KILL and is_relay and comes_back:

@@ -59,5 +59,7 @@ class Truth:
         finally:
             os.close(fd)
         right, at = self._bytes[version], range(0, LAYOUT.data_bytes, BLOCK_BYTES)
-        wrong = [n for n, a in enumerate(at) if held[a : a + BLOCK_BYTES] != right[a:][:BLOCK_BYTES]]
+        wrong = [
+            n for n, a in enumerate(at) if held[a : a + BLOCK_BYTES] != right[a:][:BLOCK_BYTES]
+        ]
         return f"blocks {wrong} are not those of {version}" if wrong else ""
