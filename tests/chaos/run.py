@@ -55,6 +55,7 @@ class Run:
             for engine in self._plan.targets:
                 self._engine(engine)
             await self._until(lambda: self._all(self._over), DEADLINE_SECONDS + OVERTIME_SECONDS)
+            self._fire()  # what has not happened yet is due by now
             for actor in self._cast.values():
                 actor.resume()
             await self._until(lambda: self._all(self._ended), DEADLINE_SECONDS + OVERTIME_SECONDS)
@@ -83,19 +84,20 @@ class Run:
             OVERTIME_SECONDS,
         )
 
-    def _relay(self, name: str, listen: str = "127.0.0.1:0") -> None:
+    def _relay(self, name: str, listen: str = "127.0.0.1:0") -> Actor:
         directory = "" if name == DIRECTORY else self._cast[DIRECTORY].said["address"]
-        self._start(name, "relay", listen, directory)
+        return self._start(name, "relay", listen, directory)
 
     def _engine(self, engine: Engine) -> None:
         relay = self._cast[engine.relay].said["address"]
         self._start(engine.name, "engine", self._plan, engine, relay, self._folder / "model")
 
-    def _start(self, name: str, role: str, *arguments: Any) -> None:
+    def _start(self, name: str, role: str, *arguments: Any) -> Actor:
         if former := self._cast.get(name):
             self._former.append(former)
         log = self._folder / f"{name}.log"
         self._cast[name] = Actor(name, role, log, arguments).start(self._hear)
+        return self._cast[name]
 
     # What happens
 
@@ -138,7 +140,7 @@ class Run:
     def _do(self, event: Event) -> None:
         actor = self._cast[event.whom]
         if event.kind is Kind.RESTART:
-            self._relay(event.whom, actor.said["address"])
+            self._relay(event.whom, actor.said["address"]).said |= actor.said
         elif event.kind is Kind.KILL:
             actor.kill()
         elif event.kind is Kind.STOP:
@@ -185,8 +187,12 @@ class Run:
         """Waits until nobody holds what is not needed, and everybody knows who is ready."""
         left: list[str] = []
 
+        updated = {event.whom for event in self._plan.events if event.kind is Kind.UPDATE}
+
         async def nothing() -> bool:
-            left[:] = await leftovers.of_fleet(self._plan, self._cast)
+            old = [n for n in updated if self._cast[n].alive and self._said(n, "version") != "v2"]
+            left[:] = [f"{name} has not been updated" for name in old]
+            left[:] += await leftovers.of_fleet(self._plan, self._cast)
             return not left
 
         try:
