@@ -17,6 +17,7 @@ from tests.chaos.cast import Actor
 from tests.chaos.plan import DIRECTORY, Engine, Event, Kind, Plan
 from tests.chaos.verdict import OVERTIME_SECONDS, Verdict
 
+START_SECONDS = 60.0
 FOLLOW_SECONDS = 3.0
 """After which what follows another event happens, though no target gets on."""
 SETTLE_SECONDS = 30.0
@@ -72,16 +73,16 @@ class Run:
 
     async def _set_up(self) -> None:
         self._relay(DIRECTORY)
-        await self._until(lambda: self._said(DIRECTORY, "address"), OVERTIME_SECONDS)
+        await self._until(lambda: self._said(DIRECTORY, "address"), START_SECONDS)
         relays, seeds = self._plan.relays, [engine.name for engine in self._plan.seeds]
         for name in relays:
             self._relay(name)
-        await self._until(lambda: all(self._said(n, "address") for n in relays), OVERTIME_SECONDS)
+        await self._until(lambda: all(self._said(n, "address") for n in relays), START_SECONDS)
         for engine in self._plan.seeds:
             self._engine(engine)
         await self._until(
             lambda: all(self._said(name, "state") == State.READY for name in seeds),
-            OVERTIME_SECONDS,
+            START_SECONDS,
         )
 
     def _relay(self, name: str, listen: str = "127.0.0.1:0") -> Actor:
