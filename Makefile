@@ -5,12 +5,14 @@ VENV ?= .venv
 PYTHON ?= python3
 PIP_ARGS ?=
 BENCH ?=
+SEED ?=
+SEEDS ?= 40
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL = $$($(BIN)/seedrelay model fetch smollm2 --dtype float32 --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["path"])')
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/seedrelay/v1/*.proto
 
-.PHONY: help setup model demo test test-all test-gpu lint format proto bench clean
+.PHONY: help setup model demo test test-all test-gpu chaos lint format proto bench clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +41,9 @@ test: model ## Run the tests (a sample of the large matrices)
 
 test-all: model ## Run the complete matrices
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not gpu"
+
+chaos: $(READY) ## Kill, stop, cut and corrupt a small fleet at random; SEED=17 plays one seed, SEEDS=200 so many
+	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 test-gpu: ## Prove the CUDA path on this host's device; without one it says so and passes
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())' 2>/dev/null; \

@@ -117,5 +117,5 @@ class _Puller:
             format=self._seed.format, placement=self._seed.placement,
             weights=Weights("", "", 0), manifests=(self._layout,), artifacts={},
         )  # fmt: skip
-        await link.attach(lambda: message, [self._fd])
+        await link.attach(lambda: message, lambda: [self._fd])
         return link

@@ -78,7 +78,7 @@ async def attach(relay: str, name: str, fd: int, manifest: Manifest) -> GrpcRela
         placement=Placement(), weights=Weights("v0" if digest else "", digest, 0),
         manifests=(manifest,), artifacts={},
     )  # fmt: skip
-    await link.attach(lambda: message, [fd])
+    await link.attach(lambda: message, lambda: [fd])
     return link
 
 

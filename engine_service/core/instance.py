@@ -197,7 +197,7 @@ class Instance:
         try:
             with self.phases.measure("attach"):
                 await link.attach(
-                    self.describe, [fd for one in self.ranks.descriptors for fd in one]
+                    self.describe, lambda: [fd for one in self.ranks.descriptors for fd in one]
                 )
         except ConfigError:
             await self.leave_relay()  # denied for good; another one may still be named

@@ -126,8 +126,12 @@ class RelayLink(Protocol):
         Raises `RelayUnreachable` or `ConfigError`.
         """
 
-    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+    async def attach(
+        self, describe: Callable[[], Attach], descriptors: Callable[[], list[int]]
+    ) -> None:
         """Attaches, and attaches again by itself whenever the relay was away.
+
+        Each time with the descriptors of then: arenas that were cut off lie in other memory.
 
         Raises `RelayUnreachable`, or `ConfigError` when the relay denies it.
         """

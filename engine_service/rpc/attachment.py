@@ -50,7 +50,9 @@ class Attachment:
         """Whether the relay process that was attached to last is no more."""
         return bool(self._relay_pid) and not Path(f"/proc/{self._relay_pid}").exists()
 
-    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+    async def attach(
+        self, describe: Callable[[], Attach], descriptors: Callable[[], list[int]]
+    ) -> None:
         """Attaches and keeps attached. Raises `RelayUnreachable` or `ConfigError`."""
         self._describe, self._descriptors = describe, descriptors
         try:
@@ -162,7 +164,7 @@ class Attachment:
     async def _introduce(self, channel: AsyncChannel) -> None:
         self._relay_pid = channel.peer_credentials()[0]
         now = self._describe()
-        await channel.send(encode(now), tuple(self._descriptors))
+        await channel.send(encode(now), tuple(self._descriptors()))
         answer = decode_to_engine(await channel.receive())
         if isinstance(answer, Denied):
             raise ConfigError(f"the relay denies the attachment: {answer.reason}", field="relay")

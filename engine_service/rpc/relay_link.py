@@ -92,7 +92,9 @@ class GrpcRelayLink:
         """Returns what was kept for the instance, if anything was."""
         return await reclaiming.ask(self._relay, instance, started_as)
 
-    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+    async def attach(
+        self, describe: Callable[[], Attach], descriptors: Callable[[], list[int]]
+    ) -> None:
         """Attaches and keeps attached."""
         await self._attachment.attach(describe, descriptors)
 

@@ -48,10 +48,12 @@ class SilentRelay:
         """Has nothing."""
         return {}
 
-    async def attach(self, describe: Callable[[], Attach], descriptors: list[int]) -> None:
+    async def attach(
+        self, describe: Callable[[], Attach], descriptors: Callable[[], list[int]]
+    ) -> None:
         """Maps the target's arena for writing, as a relay does."""
         size = describe().manifests[0].data_bytes
-        self.mapping = HostArena(descriptors[0], size, writable=True)
+        self.mapping = HostArena(descriptors()[0], size, writable=True)
 
     async def update(self) -> None:
         """Hears it."""

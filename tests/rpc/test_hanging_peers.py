@@ -6,12 +6,20 @@ import socket
 from pathlib import Path
 
 import pytest
-from fakes import attach_message, eventually, lay_out_bytes, random_bytes
+from fakes import (
+    Memory,
+    attach_message,
+    eventually,
+    lay_out_bytes,
+    random_bytes,
+    same_weights,
+)
 
 from clients.errors import CallFailed, DeadlineExceeded, Unreachable
 from engine_service.errors import RelayUnreachable
 from engine_service.rpc import relay_link
 from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.core.instance import State
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.record import record
 from relay_service.rpc import directory_link
@@ -145,8 +153,25 @@ async def _link(fleet, relay) -> GrpcRelayLink:
     """Attaches a dummy through the engine's own link."""
     engine = fleet.unattached("target")
     link = GrpcRelayLink(relay.address)
-    await link.attach(lambda: attach_message("target", engine.memory), engine.memory.descriptors)
+    await link.attach(
+        lambda: attach_message("target", engine.memory), lambda: engine.memory.descriptors
+    )
     return link
+
+
+async def test_memory_that_a_relay_was_cut_off_from(fleet):
+    """An engine that moved its arena away from a relay attaches anew with what it has now."""
+    relay = await fleet.relay()
+    arenas = [Memory([fleet.layout]), Memory([fleet.layout], [fleet.data])]
+    link = GrpcRelayLink(relay.address)
+    await link.attach(lambda: attach_message("target", arenas[0]), lambda: arenas[0].descriptors)
+    arenas.pop(0).close()
+    link.detach()
+    await eventually(lambda: (held := relay.holdings.find("target")) and held.state is State.READY)
+    with relay.holdings.get("target").reading(0, 1) as arena:
+        assert same_weights(fleet.layout, bytes(arena.view(0, arena.data_bytes)), fleet.data)
+    await link.close()
+    arenas.pop().close()
 
 
 async def test_a_relay_that_falls_silent(fleet, monkeypatch):

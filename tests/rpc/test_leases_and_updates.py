@@ -44,7 +44,7 @@ class Seed:
 
     async def attach(self) -> None:
         """Attaches."""
-        await self.link.attach(self._describe, self.memory.descriptors)
+        await self.link.attach(self._describe, lambda: self.memory.descriptors)
 
     def closed(self, seconds: float, watched: Watched | None = None):
         """Waits for readers, as an engine that is about to commit."""

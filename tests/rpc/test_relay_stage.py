@@ -59,7 +59,7 @@ class Serving:
     async def attach(self) -> None:
         """Attaches; the memory is sealed, as that of whoever serves."""
         self.memory.seal()
-        await self.link.attach(self._describe, self.memory.descriptors)
+        await self.link.attach(self._describe, lambda: self.memory.descriptors)
 
     async def stage(self, options=FROM_NEW, on_progress=lambda _: None):
         """Has new weights staged."""
