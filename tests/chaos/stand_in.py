@@ -16,8 +16,12 @@ from engine_service.core.bring_up import BringUp
 from engine_service.core.engine import Engine
 from engine_service.core.instance import Identity, Instance
 from engine_service.core.messages import Allocated, CheckProbe, Command, Commit
+from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.ports import FillProgress
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.update_readers import closed_to_readers
+from engine_service.core.update_request import PushSource, WeightUpdate
+from engine_service.core.update_sources import Watched
 from engine_service.errors import ProbeMismatch
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.instance import State, Weights
@@ -27,6 +31,7 @@ from tests.chaos import truth
 from tests.chaos.plan import Plan
 
 MODEL = "chaos"
+LEASE_WAIT_SECONDS = 0.5
 Tell = Callable[[dict[str, Any]], None]
 """Tells the run something: how far a fill is, or what the instance claims to be."""
 
@@ -116,7 +121,18 @@ class StandIn(Instance):
         await self._serve("v1", 1)
 
     async def update(self, plan: Plan) -> None:
-        """Commits the second version in place, as ranks do between two steps."""
+        """Commits the second version in place, as ranks do between two steps.
+
+        Of every other plan its readers are waited for, for a moment.
+        """
+        wanted = WeightUpdate(
+            version="v2", source=PushSource(), pause=PauseRequest(PauseMode.RETRACT),
+            lease_wait_seconds=LEASE_WAIT_SECONDS if plan.seed % 2 else 0.0,
+        )  # fmt: skip
+        async with closed_to_readers(self, wanted, Watched()):
+            await self._commit(plan)
+
+    async def _commit(self, plan: Plan) -> None:
         self.lifecycle.to(State.UPDATING)
         await self.tell_relay()
         self.bare.arena.sequence += 1
