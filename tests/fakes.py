@@ -408,7 +408,7 @@ class FakeSession:
     def __init__(self, source: FakeSource) -> None:
         self._source = source
 
-    async def manifest(self, rank: int) -> Manifest:
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
         return self._source.manifests[rank]
 
     async def read(self, rank, blocks, land, limit) -> None:

@@ -17,7 +17,7 @@ from relay_service.core.attachment import (
     check_attach,
     check_same_arenas,
 )
-from relay_service.core.instance import State, Weights, verified_digest
+from relay_service.core.instance import FILLING_EPOCH, State, Weights, verified_digest
 from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
 from relay_service.core.offer import Offer, OfferSlot
@@ -216,18 +216,29 @@ class Holding:
         """Returns one rank's manifest, or that of what has landed in lent memory.
 
         Raises `NotFound`, also as long as not all of it has landed, and `EpochChanged` when the
-        weights are others than those of `epoch`; 0 stands for any.
+        weights are others than those of `epoch`; 0 stands for any that it holds, and
+        `FILLING_EPOCH` for what it is filled with as well.
         """
-        offer = self.offered.at(epoch)
-        if epoch not in (0, self.weights.epoch) and not offer:
+        coming = epoch == FILLING_EPOCH
+        offer = self.offered.now if coming else self.offered.at(epoch)
+        if not coming and epoch not in (0, self.weights.epoch) and not offer:
             raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
-        manifests = offer.manifests if offer else self.manifests
+        # Of an offer that has none yet blocks lie as they do here.
+        manifests = (offer and offer.manifests) or self.manifests
         if staged:
             manifests = self.lent.manifests if self.lent else []
         if not 0 <= rank < len(manifests):
             what = "has staged nothing for" if staged else "has no"
             raise NotFound(f"{self.name} {what} rank {rank}", field="rank", found=str(rank))
         return manifests[rank]
+
+    def knows_blocks(self, epoch: int) -> bool:
+        """Whether the digests of the blocks at an epoch are known; `FILLING_EPOCH` is any."""
+        if epoch == FILLING_EPOCH:
+            offer = self.offered.now
+            return bool(offer.manifests) if offer else not self.state.fillable
+        offer = self.offered.at(epoch)
+        return not offer or bool(offer.manifests)
 
     def _are_other_weights(self, weights: Weights) -> bool:
         """Whether readers of what was here would be given others, and never told."""

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from relay_service.core.instance import Instance
-from relay_service.core.manifest import weights_digest
-from relay_service.core.match import Target
+from relay_service.core.manifest import Manifest, weights_digest
+from relay_service.core.match import Target, placed_otherwise
 from relay_service.core.offer import Offer
 from relay_service.core.ports import Fleet, Transport
 from relay_service.core.pull_report import PathStep, PullOptions, PullReport
@@ -41,12 +41,12 @@ class Puller:
         transports: list[Transport],
         options: PullOptions,
         landed: Landed | None = None,
-        offer: Callable[[Offer], None] | None = None,
+        offer: Callable[[Offer | None], None] | None = None,
     ) -> None:
         """Fills from the best source of a fleet, over the first transport that reaches it.
 
         `landed` is what an earlier pull into the same arenas left behind. `offer` is told what
-        others may read while it lands.
+        others may read while it lands; None for nothing.
         """
         self.report = PullReport()
         self.receivers = receivers
@@ -58,6 +58,7 @@ class Puller:
         self._reader = Reader(target, receivers, landed or Landed(), limit, self.report)
         self._search = Search(target, fleet, options, self.report)
         self._offer = offer or (lambda _: None)
+        self._landing: Offer | None = None
         self._began = time.monotonic()
         self._first_byte_at = 0.0
 
@@ -133,10 +134,18 @@ class Puller:
         step.transport = transport.name
         session = await transport.open(source, self._target.instance, yields=yields)
         try:
-            way = await self._reader.prepare(session, source, step)
+            self._search.reads_through(session.upstream)
+            probe = await session.probe()
+            # At once, though nobody knows the digests yet: whoever is next in line can begin.
+            offer = Offer(source, self._manifests_of(source), probe, session.upstream)
+            if copied := not placed_otherwise(self._target, source):
+                self._offer(offer)
+            way = await self._reader.prepare(session, source, step, self._search.manifest_holder)
             if isinstance(way, Copied):
-                probe = await session.probe()
-                self._offer(Offer(source, way.manifests, probe, session.upstream))
+                self._landing = Offer(source, way.manifests, probe, session.upstream)
+                self._offer(self._landing)
+            elif copied:
+                self._offer(None)
             if len(self.report.path) == 1:
                 self.report.blocks_reused = sum(r.blocks_verified for r in self.receivers)
             self._enter_transfer()
@@ -145,6 +154,12 @@ class Puller:
             self._finish(source, step, await session.probe())
         finally:
             await session.close()
+
+    def _manifests_of(self, source: Instance) -> list[Manifest]:
+        """Returns the manifests of a source's weights, if they land already."""
+        landing = self._landing
+        same = landing and landing.source.weights.digest == source.weights.digest
+        return landing.manifests if landing and same else []
 
     async def _choose(self, source: Instance) -> Transport:
         reasons = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
-from relay_service.core.choice import Candidate, choose, reads_from
+from relay_service.core.choice import Candidate, choose, nearest, reads_from
 from relay_service.core.instance import Filling, Instance, Life, State
 from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
 from relay_service.core.ports import Fleet
@@ -56,6 +57,12 @@ class Search:
         self._yields_until = 0.0
         self._sent_on: Instance | None = None
         """Whom a busy source named to read from instead."""
+        self.manifest_holder: Instance | None = None
+        """Whom it named to have the manifest from, sooner than from the source."""
+        self._failed: Instance | None = None
+        """The source that failed last."""
+        self._line: Sequence[str] = ()
+        """Through whom the blocks of the present source come."""
         self._news_until = 0.0
         """When the fleet must have heard of an update that a source was left for."""
         self._last_error: Exception | None = None
@@ -69,6 +76,9 @@ class Search:
         while True:
             if ahead := self._take_sent_on():
                 return ahead, True
+            self.manifest_holder = None
+            if upstream := self._next_upstream():
+                return upstream, False  # whom we read from had a seat there, and has failed
             self._known = await self._fleet.instances()
             wanted = [m for m in self._matches() if self._is_wanted(m.instance)]
             if not self._report.path:
@@ -87,7 +97,9 @@ class Search:
         if isinstance(error, SourceBusy):
             self._send_on(source, error)
             return
-        self._last_error = error
+        self._last_error, self._failed = error, source
+        if not isinstance(error, SourceFailed | OSError):
+            self._line = ()
         self._strikes[source.life] += not gave
         # A cut connection or an ended lease can be had anew; what is to come may have come.
         again = gave and isinstance(error, SourceFailed | LeaseEnded | NotYet)
@@ -95,6 +107,18 @@ class Search:
         (self._broke_off if again or patient else self._left).add(source.life)
         if isinstance(error, EpochChanged):
             self._news_until = time.monotonic() + EXPIRY_SECONDS
+
+    def reads_through(self, upstream: Sequence[str]) -> None:
+        """Takes note of through whom the blocks of the present source come, the nearest first."""
+        self._line = tuple(upstream)
+
+    def _next_upstream(self) -> Instance | None:
+        """Returns who closes the gap that a failed source has left in its line."""
+        there = {other.instance: other for other in self._known}
+        name = nearest(self._line, there)
+        self._line = self._line[self._line.index(name) + 1 :] if name else ()
+        return _filled_like(there[name], self._failed) if name and self._failed else None
+        return None
 
     def _matches(self) -> list[Match]:
         judged = match(self._target, self._known)
@@ -144,19 +168,13 @@ class Search:
         now = time.monotonic()
         self._yields_until = self._yields_until or now + YIELD_SECONDS
         self._full[busy.life] = now + FULL_SECONDS
-        named = error.details.get("next", "")
-        for other in self._known:
-            if other.instance != named:
-                continue
-            if not self._may_pass_on(other):
-                self._yields_until = now
+        known = {other.instance: other for other in self._known}
+        if other := known.get(error.details.get("next", "")):
+            if self._may_pass_on(other):
+                self._sent_on = _filled_like(other, busy)
+                self.manifest_holder = known.get(error.details.get("manifest", ""))
             else:
-                # It may have begun just now, and nobody has heard yet at which epoch.
-                coming = Filling(
-                    busy.model, busy.weights.version, busy.weights.digest, 0, busy.instance
-                )
-                self._sent_on = msgspec.structs.replace(other, filling=coming).as_source()
-            return
+                self._yields_until = now
 
     def _take_sent_on(self) -> Instance | None:
         ahead, self._sent_on = self._sent_on, None
@@ -193,3 +211,15 @@ class Search:
                  for s in self._report.path]  # fmt: skip
         said = steps or [self._report.note or "no source was found"]
         return "; ".join(filter(None, [*said, self._fleet.missing]))
+
+
+def _filled_like(other: Instance, source: Instance) -> Instance:
+    """Returns another one as it is read while it is filled with what a source has.
+
+    It may have begun just now, and nobody has heard yet at which epoch.
+    """
+    if not other.state.fillable:
+        return other
+    had = source.weights
+    coming = Filling(source.model, had.version, had.digest, 0, source.instance)
+    return msgspec.structs.replace(other, filling=coming).as_source()

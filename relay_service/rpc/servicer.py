@@ -125,8 +125,10 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
     ) -> AsyncIterator[relay_pb2.GetManifestResponse]:
         """Pages through one rank's manifest."""
         del context
-        holding = self._holdings.get(request.instance, request.generation)
-        manifest = holding.manifest(request.rank, staged=request.staged, epoch=request.epoch)
+        manifest = await self._holdings.manifest(
+            request.instance, request.generation, request.rank,
+            staged=request.staged, epoch=request.epoch,
+        )  # fmt: skip
         for page in convert.manifest_pages(manifest):
             yield page
 

@@ -96,7 +96,8 @@ async def test_a_busy_source_sends_on():
     assert await scene.run() == ["other"]
     assert transport.asked == [("seed", True), ("other", True)]
     assert seed.reads == []
-    (offer,) = scene.offers
+    early, offer = scene.offers
+    assert (early.manifests, offer.manifests) == ([], seed.manifests)
     assert (offer.upstream, offer.filling.digest) == (("other",), seed.record.weights.digest)
 
 
