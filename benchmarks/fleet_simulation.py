@@ -30,7 +30,8 @@ COLUMNS = {
 }  # fmt: skip
 CASES = {
     "1 % die": {"dies": 0.01}, "10 % at half speed": {"slow": 0.1},
-    "come within 30 s": {"start_seconds": 30.0},
+    "come within 30 s": {"start_seconds": 30.0}, "1 ms a hop": {"lease_seconds": 0.001},
+    "9 ms a hop": {"lease_seconds": 0.009},
 }  # fmt: skip
 
 

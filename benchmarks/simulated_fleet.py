@@ -43,9 +43,10 @@ class Fleet:
     def __init__(
         self, targets: int, blocks: int, rng: random.Random,
         *, slow: float = 0.0, dies: float = 0.0, start_seconds: float = START_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:  # fmt: skip
         """Of the targets some have links of half the speed, and some die while they are filled."""
-        self._unfilled = targets
+        self._unfilled, self._lease_seconds = targets, lease_seconds
         self.blocks, self.now, self.deepest = blocks, 0.0, 0
         self.seed = Node("seed", position=blocks, seats=Seats(self._clock), manifest_at=0.0)
         self.targets = [Node(f"t{n}", seats=Seats(self._clock)) for n in range(targets)]
@@ -215,7 +216,7 @@ class Fleet:
     def _grant(self, node: Node, source: Node, manifest: Node, now: float) -> None:
         node.source = source
         there = now if source is self.seed else max(now, source.leased_at)
-        node.leased_at = there + LEASE_SECONDS
+        node.leased_at = there + self._lease_seconds
         node.line = (source.name, *(source.line if source.position < self.blocks else ()))
         self.deepest = max(self.deepest, len(node.line))
         source.readers.append(node)
