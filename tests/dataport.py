@@ -154,7 +154,7 @@ class Script:
         """Grants one connection."""
         return self.address, [bytes(HELLO_BYTES - len(MAGIC))]
 
-    async def manifest(self, _rank):
+    async def manifest(self, _rank, _holder=None):
         """Returns the manifest of the right bytes."""
         return self.manifest_of_rank
 

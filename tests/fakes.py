@@ -399,6 +399,11 @@ class FakeSource:
         """What its readers were bound to."""
         self.pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         """Awaited before each block."""
+        self.upstream: tuple[str, ...] = ()
+        self.manifest_holders: list[str] = []
+        """Who was named to have each manifest from that was asked for."""
+        self.elsewhere: Manifest | None = None
+        """What those have, where it's another one."""
         self.leases = 0
         self.stalled = asyncio.Event()
         """Set when a reader waits for a block that will not come."""
@@ -427,13 +432,13 @@ class FakeTransport:
 class FakeSession:
     """A lease on a fake source."""
 
-    upstream = ()
-
     def __init__(self, source: FakeSource) -> None:
         self._source = source
+        self.upstream = source.upstream
 
-    async def manifest(self, rank: int) -> Manifest:
-        return self._source.manifests[rank]
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
+        self._source.manifest_holders.append(holder.instance if holder else "")
+        return (holder and self._source.elsewhere) or self._source.manifests[rank]
 
     async def read(self, rank, blocks, land, limit) -> None:
         source = self._source

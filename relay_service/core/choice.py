@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -50,6 +50,15 @@ def has_seat(candidate: Candidate) -> bool:
     """Whether a source is complete and can feed one more reader at full speed."""
     source = candidate.instance
     return source.filling is None and (candidate.near or source.leases < READERS_AT_FULL_SPEED)
+
+
+def nearest(line: Sequence[str], there: Collection[str]) -> str:
+    """Names who closes the gap that a failed source has left; empty where nobody is there.
+
+    `line` are those through whom blocks came, the nearest first. Where the next one takes the
+    place of the one that failed, its seat is free, and whoever reads on need not know.
+    """
+    return next((name for name in line if name in there), "")
 
 
 def reads_from(name: str, instances: Iterable[Instance]) -> set[str]:

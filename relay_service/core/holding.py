@@ -18,7 +18,7 @@ from relay_service.core.attachment import (
     check_attach,
     check_same_arenas,
 )
-from relay_service.core.instance import State, Weights, verified_digest
+from relay_service.core.instance import FILLING_EPOCH, State, Weights, verified_digest
 from relay_service.core.lent import Lent
 from relay_service.core.manifest import Manifest
 from relay_service.core.offer import Offer, OfferSlot
@@ -63,15 +63,10 @@ class Holding:
         self.artifacts: dict[str, tuple[str, bytes]] = {}
         try:
             check_attach(attach, len(descriptors))
-            self.apply(
-                Update(
-                    model=attach.model,
-                    state=attach.state,
-                    weights=attach.weights,
-                    probe=attach.probe,
-                    artifacts=attach.artifacts,
-                )
-            )
+            self.apply(Update(
+                model=attach.model, state=attach.state, weights=attach.weights,
+                probe=attach.probe, artifacts=attach.artifacts,
+            ))  # fmt: skip
         except BaseException:
             self.detached = True
             self.close()
@@ -228,12 +223,14 @@ class Holding:
         """Returns one rank's manifest, or that of what has landed in lent memory.
 
         Raises `NotFound`, also as long as not all of it has landed, and `EpochChanged` when the
-        weights are others than those of `epoch`; 0 stands for any.
+        weights are others than those of `epoch`; 0 stands for any that it holds, and
+        `FILLING_EPOCH` for what it is filled with as well.
         """
         offer = self.offered.at(epoch)
-        if epoch not in (0, self.weights.epoch) and not offer:
+        if epoch not in (0, FILLING_EPOCH, self.weights.epoch) and not offer:
             raise EpochChanged(f"{self.name} is at epoch {self.weights.epoch}, not {epoch}")
-        manifests = offer.manifests if offer else self.manifests
+        # Of an offer that has none yet blocks lie as they do here.
+        manifests = (offer and offer.manifests) or self.manifests
         if staged:
             manifests = self.lent.manifests if self.lent else []
         if not 0 <= rank < len(manifests):

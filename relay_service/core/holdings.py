@@ -14,6 +14,7 @@ from relay_service.core.holding import Holding
 from relay_service.core.instance import FILLING_EPOCH, Instance, State
 from relay_service.core.kept import KeptArenas, is_worth_keeping, what_lies_in
 from relay_service.core.leases import Lease, LeaseTable
+from relay_service.core.manifest import Manifest
 from relay_service.core.rate import TokenBucket
 from relay_service.core.reclaiming import HandedBack, Reclaim, Take
 from relay_service.core.record import record
@@ -154,10 +155,25 @@ class Holdings:
             there = partial(_is_filled, holding)
             await holding.offered.arrivals.wait_for(there, f"what {name} is filled with")
 
+    async def manifest(
+        self, name: str, generation: str, rank: int, *, staged: bool = False, epoch: int = 0
+    ) -> Manifest:
+        """Returns one rank's manifest; see `Holding.manifest`.
+
+        That of weights which are still coming it waits for. Raises `NotYet` after a second.
+        """
+        holding = self.get(name, generation)
+        what = f"the manifest that {name} is filled with"
+        await holding.offered.arrivals.wait_for(partial(_knows_blocks, holding, epoch), what)
+        return holding.manifest(rank, staged=staged, epoch=epoch)
+
     def _check_seats(self, holding: Holding, holder: str) -> None:
         readers = self.leases.holders(holding.name, holding.generation)
         if ahead := holding.seats.send_on(readers, holder):
-            raise SourceBusy(f"{holding.name} is busy: {ahead} reads from it", next=ahead)
+            raise SourceBusy(
+                f"{holding.name} is busy: {ahead} reads from it",
+                next=ahead, manifest=holding.seats.manifest_holder(holder) or holding.name,
+            )  # fmt: skip
 
     def leased(self, lease: str) -> tuple[Lease, Holding]:
         """Returns a live lease and what it is on. Raises `LeaseEnded` or `NotFound`."""
@@ -200,6 +216,13 @@ class Holdings:
 
 def _is_filled(holding: Holding) -> bool:
     return bool(holding.offered.now) or not holding.state.fillable
+
+
+def _knows_blocks(holding: Holding, epoch: int) -> bool:
+    """Whether the digests of the blocks at an epoch are known; `FILLING_EPOCH` is any."""
+    if offer := holding.offered.at(epoch):
+        return bool(offer.manifests)
+    return epoch != FILLING_EPOCH or not holding.state.fillable
 
 
 def _committed(holding: Holding, epoch: int, digest: str) -> int:

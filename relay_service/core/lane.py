@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,11 @@ class Lane:
     pace: Pace = field(default_factory=Pace)
     _corruptions: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def upstream(self) -> Sequence[str]:
+        """Names everyone whom an incomplete source is filled from, once it is open."""
+        return self.session.upstream if self.session else ()
 
     def run(self, task: asyncio.Task[bool]) -> None:
         """Takes note of the task that reads it."""

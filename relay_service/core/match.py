@@ -7,7 +7,7 @@ import msgspec
 from relay_service.core.choice import reads_from
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance, State
-from relay_service.errors import Ambiguous
+from relay_service.errors import Ambiguous, FormatMismatch
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -87,6 +87,17 @@ def refuse_several_models(fitting: list[Instance]) -> None:
         raise Ambiguous(
             f"several models fit: {', '.join(models)}",
             field="source_instance", expected="one of them", hint="name one with --from",
+        )  # fmt: skip
+
+
+def refuse_misfits(complete: list[Match]) -> None:
+    """Raises `FormatMismatch` where there are complete holders, none of which fits."""
+    if complete:
+        first = complete[0]
+        raise FormatMismatch(
+            f"{first.instance.instance} does not fit: {first.reason}",
+            field=first.reason.split(":", 1)[0], source=first.instance.instance,
+            hint="start the target like the seed, or name another source",
         )  # fmt: skip
 
 

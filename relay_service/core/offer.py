@@ -29,7 +29,7 @@ class Offer:
         """`source` is whom the target reads from, `upstream` are those that it reads from."""
         self.source = source
         self.manifests = list(manifests)
-        """With the digests of blocks that have yet to come."""
+        """With the digests of blocks that have yet to come; empty while they aren't known."""
         self.probe = probe
         if len(upstream) >= MAX_UPSTREAM:
             raise SourceFailed(f"{source.instance} is filled through {len(upstream)} others")
@@ -128,7 +128,12 @@ class OfferSlot:
         return {weights.epoch, done.epoch} if done else {weights.epoch}
 
     def at(self, epoch: int) -> Offer | None:
-        """Returns the offer, present or committed, that is read at an epoch."""
+        """Returns the offer, present or committed, that is read at an epoch.
+
+        `FILLING_EPOCH` stands for the present one, whatever its epoch.
+        """
+        if epoch == FILLING_EPOCH:
+            return self.now
         return next((o for o in (self.now, self._committed) if o and o.epoch == epoch), None)
 
     def admit(self, reader: str, epoch: int, digest: str) -> int:
@@ -160,6 +165,8 @@ class OfferSlot:
             raise EpochChanged(f"{self._name} is not filled with what it was filled with before")
         if not 0 <= rank < len(self._receivers):
             raise NotFound(f"{self._name} has no readable rank {rank}")
+        if not offer.manifests:
+            return False  # what lies there may be of other weights
         verified = self._receivers[rank].verified
         return offer is self._committed or (0 <= index < len(verified) and bool(verified[index]))
 

@@ -98,8 +98,11 @@ class SourceSession(Protocol):
     def upstream(self) -> Sequence[str]:
         """Names everyone whom an incomplete source is filled from."""
 
-    async def manifest(self, rank: int) -> Manifest:
-        """Returns the verified manifest of one rank."""
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
+        """Returns the manifest of one rank, from whoever is said to hold the same one.
+
+        Its digest says whether it is the one. It comes from the source where that one has none.
+        """
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Reads blocks and lands each one, at most as fast as `limit` allows.

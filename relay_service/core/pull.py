@@ -16,11 +16,12 @@ from relay_service.core.lanes import Lanes
 from relay_service.core.manifest import weights_digest
 from relay_service.core.match import Target
 from relay_service.core.offer import Offer
+from relay_service.core.offering import Offering
 from relay_service.core.pool import Pool
 from relay_service.core.ports import Fleet, SourceSession, Transport
 from relay_service.core.pull_report import PullOptions, PullReport
 from relay_service.core.rate import Limits, TokenBucket
-from relay_service.core.reading import Copied, Reader
+from relay_service.core.reading import Reader
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed
 from relay_service.core.search import Search
@@ -46,13 +47,14 @@ class Puller:
         transports: list[Transport],
         options: PullOptions,
         landed: Landed | None = None,
-        offer: Callable[[Offer], None] | None = None,
+        offer: Callable[[Offer | None], None] | None = None,
         ingress: TokenBucket | None = None,
     ) -> None:
         """Fills from the best source of a fleet, over the first transport that reaches it.
 
         `landed` is what an earlier pull into the same arenas left behind. `offer` is told what
-        others may read while it lands. `ingress` bounds it beside its own rate limit.
+        others may read while it lands; None for nothing. `ingress` bounds it beside its own rate
+        limit.
         """
         self.report = PullReport()
         self.receivers = receivers
@@ -64,7 +66,7 @@ class Puller:
         self._limit = Limits(own, ingress) if ingress else own
         self._reader = Reader(target, receivers, landed or Landed(), self.report)
         self._search = Search(target, fleet, options, self.report)
-        self._offer = offer or (lambda _: None)
+        self._offering = Offering(target, offer or (lambda _: None))
         self._began = time.monotonic()
         self._first_byte_at = 0.0
 
@@ -162,10 +164,11 @@ class Puller:
         step.transport = transport.name
         session = await transport.open(source, self._target.instance, yields=lane.yields)
         try:
-            lane.probe = await session.probe()
+            lane.probe, lane.session = await session.probe(), session
             if lanes.work is None:
+                self._search.line.leads(source, lane.upstream)
+                self._offering.begin(lane)
                 lanes.work = await self._plan(lane, session)
-            lane.session = session
             lanes.opened(lane)
             await lane.read(lanes.work, session)
             self.report.seconds_transfer = time.monotonic() - self._first_byte_at
@@ -175,7 +178,9 @@ class Puller:
 
     async def _plan(self, lane: Lane, session: SourceSession) -> Work:
         """Finds the way from the first source, which those that are read beside it share."""
-        way = await self._reader.prepare(session, lane.source, lane.step)
+        way = await self._reader.prepare(
+            session, lane.source, lane.step, self._search.manifest_holder
+        )
         if len(self.report.path) == 1:
             self.report.blocks_reused = self.blocks_verified
         self._enter_transfer()
@@ -183,10 +188,9 @@ class Puller:
         return Work(way, pools, self._limit, self.report)
 
     def _lead(self, lane: Lane, work: Work) -> None:
-        """Offers what lands to others, as coming through this source."""
-        if isinstance(work.way, Copied) and lane.session:
-            upstream = lane.session.upstream
-            self._offer(Offer(lane.source, work.way.manifests, lane.probe, upstream))
+        """Takes note of which source the others stand beside: what lands comes through its line."""
+        self._search.line.leads(lane.source, lane.upstream)
+        self._offering.lead(lane, work.way)
 
     async def _choose(self, source: Instance) -> Transport:
         reasons = []

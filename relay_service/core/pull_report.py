@@ -56,6 +56,16 @@ class PullReport:
     seconds_transfer: float = 0.0
     probe: bytes = b""
 
+    def story(self, missing: str = "") -> str:
+        """Tells which sources were tried, over what, and why each was left.
+
+        `missing` says whom nobody could ask.
+        """
+        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
+                 for s in self.path]  # fmt: skip
+        said = steps or [self.note or "no source was found"]
+        return "; ".join(filter(None, [*said, missing]))
+
 
 def bytes_by_transport(path: list[PathStep]) -> Counter[str]:
     """Splits the bytes of a pull, so far, by the transport that they came over."""

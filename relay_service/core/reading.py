@@ -17,7 +17,7 @@ from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
 from relay_service.core.together import in_thread
 from relay_service.core.twins import Twins
-from relay_service.errors import FormatMismatch, SourceFailed
+from relay_service.errors import FormatMismatch, ManifestError, SourceFailed
 
 MAX_RANKS = 1024
 
@@ -110,9 +110,13 @@ class Reader:
         """Bytes that came and had to be read again."""
         return self.sum("bytes_reread") + self._dropped
 
-    async def prepare(self, session: SourceSession, source: Instance, step: PathStep) -> Way:
+    async def prepare(
+        self, session: SourceSession, source: Instance, step: PathStep,
+        manifest_holder: Instance | None = None,
+    ) -> Way:  # fmt: skip
         """Finds the way from a source to the target, before a byte moves.
 
+        What blocks there are somebody else may know before the source does.
         Raises `ManifestError`, `SourceFailed` for weights that were not announced, and
         `FormatMismatch` or `PartsMissing` for a source that lies otherwise and cannot be cut.
         """
@@ -120,11 +124,12 @@ class Reader:
         ranks = len(source.ranks) if otherwise else len(self._receivers)
         if ranks > MAX_RANKS:
             raise SourceFailed(f"{source.instance}: {ranks} ranks, at most {MAX_RANKS} are read")
-        manifests = [await session.manifest(rank) for rank in range(ranks)]
-        for manifest in manifests:
-            check(manifest)
-        if weights_digest(manifests) != source.weights.digest:
-            raise SourceFailed(f"{source.instance}: its manifest is not of {source.weights.digest}")
+        try:
+            manifests = await _manifests(session, source, ranks, manifest_holder)
+        except (ManifestError, SourceFailed):
+            if not manifest_holder:
+                raise
+            manifests = await _manifests(session, source, ranks)
         step.recut = otherwise or self._difference(manifests)
         if not step.recut:
             return await in_thread(partial(self._copied, manifests))
@@ -161,3 +166,16 @@ class Reader:
     def _useful_bytes(self) -> int:
         """Bytes that landed in this pull and count as such."""
         return self.sum("bytes_landed") - self._dropped
+
+
+async def _manifests(
+    session: SourceSession, source: Instance, ranks: int, holder: Instance | None = None
+) -> list[Manifest]:
+    """Returns the manifests of a source's weights. Raises `ManifestError` and `SourceFailed`."""
+    manifests = [await session.manifest(rank, holder) for rank in range(ranks)]
+    for manifest in manifests:
+        check(manifest)
+    if weights_digest(manifests) != source.weights.digest:
+        whose = (holder or source).instance
+        raise SourceFailed(f"{whose}: its manifest is not of {source.weights.digest}")
+    return manifests

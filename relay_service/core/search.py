@@ -9,15 +9,22 @@ from collections import Counter
 import msgspec
 
 from relay_service.core.choice import Candidate, choose, has_seat, reads_from
-from relay_service.core.instance import Filling, Instance, Life, State
-from relay_service.core.match import Match, Target, match, refuse_several_models, waiting_for
+from relay_service.core.instance import Instance, Life, State
+from relay_service.core.line import Line, filled_like
+from relay_service.core.match import (
+    Match,
+    Target,
+    match,
+    refuse_misfits,
+    refuse_several_models,
+    waiting_for,
+)
 from relay_service.core.ports import Fleet
 from relay_service.core.pull_report import PullOptions, PullReport
 from relay_service.core.registry import EXPIRY_SECONDS
 from relay_service.errors import (
     CorruptBlock,
     EpochChanged,
-    FormatMismatch,
     LeaseEnded,
     NoSource,
     NotYet,
@@ -58,6 +65,9 @@ class Search:
         self._yields_until = 0.0
         self._sent_on: Instance | None = None
         """Whom a busy source named to read from instead."""
+        self.manifest_holder: Instance | None = None
+        """Whom it named to have the manifest from, sooner than from the source."""
+        self.line = Line()
         self._changed: set[Life] = set()
         """Left since their weights were, or were about to be, others."""
         self._news_until = 0.0
@@ -73,6 +83,9 @@ class Search:
         while True:
             if ahead := self._take_sent_on():
                 return ahead, True
+            self.manifest_holder = None
+            if upstream := self.line.close_gap(self._known, self._may_be_asked):
+                return upstream, False  # whom we read from had a seat there, and has failed
             await self.ask()
             wanted = [m for m in self._matches() if self._is_wanted(m.instance)]
             if not self._report.path:
@@ -125,6 +138,7 @@ class Search:
                 self._send_on(source, error)
             return
         self._last_error = error
+        self.line.failed(source, error)
         self._strikes[source.life] += not gave
         # A cut connection or an ended lease can be had anew; what is to come may have come.
         again = gave and isinstance(error, SourceFailed | LeaseEnded | NotYet)
@@ -143,6 +157,9 @@ class Search:
         again, self._changed = self._changed & known, set()
         self._left -= again
         return not again
+
+    def _may_be_asked(self, instance: Instance) -> bool:
+        return self._is_wanted(instance) and instance.life not in self._left
 
     def _matches(self) -> list[Match]:
         judged = match(self._target, self._known)
@@ -192,21 +209,14 @@ class Search:
         now = time.monotonic()
         self._yields_until = self._yields_until or now + YIELD_SECONDS
         self._full[busy.life] = now + FULL_SECONDS
-        named = error.details.get("next", "")
-        for other in self._known:
-            if other.instance != named:
-                continue
-            if not self._may_pass_on(other):
-                # One that serves takes just these weights too, and soon gives them.
-                if not (self._options.weights_digest and other.state.updatable):
-                    self._yields_until = now
-            else:
-                # It may have begun just now, and nobody has heard yet at which epoch.
-                coming = Filling(
-                    busy.model, busy.weights.version, busy.weights.digest, 0, busy.instance
-                )
-                self._sent_on = msgspec.structs.replace(other, filling=coming).as_source()
-            return
+        known = {other.instance: other for other in self._known}
+        if other := known.get(error.details.get("next", "")):
+            if self._may_pass_on(other):
+                self._sent_on = filled_like(other, busy)
+                self.manifest_holder = known.get(error.details.get("manifest", ""))
+            # One that serves takes just these weights too, and soon gives them.
+            elif not (self._options.weights_digest and other.state.updatable):
+                self._yields_until = now
 
     def _take_sent_on(self) -> Instance | None:
         ahead, self._sent_on = self._sent_on, None
@@ -224,14 +234,7 @@ class Search:
             raise self._exhausted()
         if self._report.path:
             raise NoSource(f"no source is left: {self.story()}", path=self.story())
-        complete = [m for m in wanted if m.instance.state.holds_weights]
-        if complete:
-            first = complete[0]
-            raise FormatMismatch(
-                f"{first.instance.instance} does not fit: {first.reason}",
-                field=first.reason.split(":", 1)[0], source=first.instance.instance,
-                hint="start the target like the seed, or name another source",
-            )  # fmt: skip
+        refuse_misfits([m for m in wanted if m.instance.state.holds_weights])
 
     def _exhausted(self) -> RelayError:
         last = self._last_error
@@ -242,7 +245,4 @@ class Search:
 
     def story(self) -> str:
         """Tells which sources were tried, over what, and why each was left."""
-        steps = [f"{s.source_instance} ({s.transport or 'no transport'}): {s.reason or 'not done'}"
-                 for s in self._report.path]  # fmt: skip
-        said = steps or [self._report.note or "no source was found"]
-        return "; ".join(filter(None, [*said, self._fleet.missing]))
+        return self._report.story(self._fleet.missing)

@@ -165,8 +165,11 @@ class Transfers:
                 transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
-    def _offer(self, holding: Holding, offer: Offer) -> None:
-        holding.offer(offer)
+    def _offer(self, holding: Holding, offer: Offer | None) -> None:
+        if offer:
+            holding.offer(offer)
+        else:
+            holding.offered.withdraw()
         self.announce_soon()
 
     async def _run(self, space: Holding | Lent, puller: Puller) -> PullReport:

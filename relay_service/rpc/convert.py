@@ -14,6 +14,7 @@ from relay_service.core.instance import (
     Weights,
 )
 from relay_service.core.logs import clean_transfer
+from relay_service.core.match import Match, Target
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
 from relay_service.errors import InvalidRequest
@@ -173,6 +174,23 @@ def report_to_proto(transfer: Transfer) -> weights_pb2.PullReport:
         source_weights_digest=report.source_weights_digest,
         seconds_matching=report.seconds_matching,
         seconds_transfer=report.seconds_transfer,
+    )  # fmt: skip
+
+
+def target_from_proto(request: relay_pb2.ListSourcesRequest) -> Target:
+    """Returns for what sources are looked for."""
+    return Target(
+        request.instance,
+        format_from_proto(request.format) if request.HasField("format") else None,
+        placement_from_proto(request.placement) if request.HasField("placement") else None,
+    )
+
+
+def source_to_proto(found: Match) -> relay_pb2.Source:
+    """Returns how an instance was judged."""
+    return relay_pb2.Source(
+        instance=instance_to_proto(found.instance), fits=found.fits,
+        reason=found.reason, recut=found.recut,
     )  # fmt: skip
 
 

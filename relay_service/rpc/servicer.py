@@ -12,7 +12,7 @@ from relay_service.core.grants import GRANT_SECONDS, Grants
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import LEASE_SECONDS
 from relay_service.core.logs import clean_transfer, transfer_id
-from relay_service.core.match import Target, match
+from relay_service.core.match import match
 from relay_service.core.registry import EXPIRY_SECONDS, MAX_TRANSFERS_PER_RELAY, Registry
 from relay_service.core.transfers import Transfers
 from relay_service.errors import InvalidRequest, NotFound
@@ -80,27 +80,10 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
     ) -> relay_pb2.ListSourcesResponse:
         """Judges every known instance."""
         del context
-        target = Target(
-            request.instance,
-            convert.format_from_proto(request.format) if request.HasField("format") else None,
-            convert.placement_from_proto(request.placement)
-            if request.HasField("placement")
-            else None,
-        )
         fleet = self._fleet
         known = fleet.known() if request.without_directory else await fleet.instances()
-        matches = match(target, known)
-        return relay_pb2.ListSourcesResponse(
-            sources=[
-                relay_pb2.Source(
-                    instance=convert.instance_to_proto(m.instance),
-                    fits=m.fits,
-                    reason=m.reason,
-                    recut=m.recut,
-                )
-                for m in matches
-            ]
-        )
+        matches = match(convert.target_from_proto(request), known)
+        return relay_pb2.ListSourcesResponse(sources=map(convert.source_to_proto, matches))
 
     @answers
     async def GetRelayStatus(  # noqa: N802
@@ -144,8 +127,10 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
     ) -> AsyncIterator[relay_pb2.GetManifestResponse]:
         """Pages through one rank's manifest."""
         del context
-        holding = self._holdings.get(request.instance, request.generation)
-        manifest = holding.manifest(request.rank, staged=request.staged, epoch=request.epoch)
+        manifest = await self._holdings.manifest(
+            request.instance, request.generation, request.rank,
+            staged=request.staged, epoch=request.epoch,
+        )  # fmt: skip
         for page in convert_manifest.manifest_pages(manifest):
             yield page
 

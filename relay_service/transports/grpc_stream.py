@@ -17,7 +17,7 @@ from clients.relay import RelayClient
 from relay_service.core.grants import Run
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
-from relay_service.core.instance import Instance
+from relay_service.core.instance import FILLING_EPOCH, Instance
 from relay_service.core.manifest import Manifest
 from relay_service.core.patience import Patience
 from relay_service.core.ports import Land
@@ -81,16 +81,21 @@ class GrpcTransport:
             if isinstance(error, ClientError):
                 raise _kind_of(error)(str(error), **error.details) from error
             raise
-        return GrpcSession(relay, source, lease)
+        return GrpcSession(relay, source, lease, self._credentials)
 
 
 class GrpcSession:
     """A lease at another relay."""
 
     def __init__(
-        self, relay: RelayClient, source: Instance, lease: relay_pb2.AcquireLeaseResponse
+        self,
+        relay: RelayClient,
+        source: Instance,
+        lease: relay_pb2.AcquireLeaseResponse,
+        credentials: Credentials = NOTHING,
     ) -> None:
         self._relay = relay
+        self._credentials = credentials
         self._source = source
         self._lease = lease.lease
         self.epoch = lease.epoch
@@ -98,8 +103,15 @@ class GrpcSession:
         self._probe = lease.probe
         self.upstream = tuple(lease.upstream_instances)
 
-    async def manifest(self, rank: int) -> Manifest:
-        """Returns the verified manifest of one rank."""
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
+        """Returns the manifest of one rank, from whoever holds the same one."""
+        if holder:
+            # What it holds by now may be another one, and then the source is asked after all.
+            with contextlib.suppress(ClientError, ValueError):
+                async with RelayClient(holder.address, self._credentials) as relay:
+                    return await relay.manifest(
+                        holder.instance, holder.generation, rank, epoch=FILLING_EPOCH
+                    )
         try:
             source = self._source
             return await self._relay.manifest(

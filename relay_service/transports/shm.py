@@ -66,9 +66,11 @@ class ShmSession:
         self._offer = holding.offered.at(lease.epoch)
         self.upstream = self._offer.upstream if self._offer else ()
 
-    async def manifest(self, rank: int) -> Manifest:
-        """Returns the verified manifest of one rank."""
-        return self._holding.manifest(rank, epoch=self._lease.epoch)
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
+        """Returns the manifest of one rank; nobody else need be asked."""
+        del holder
+        held = self._lease
+        return await self._holdings.manifest(held.instance, held.generation, rank, epoch=held.epoch)
 
     async def read(self, rank: int, blocks: Sequence[int], land: Land, limit: TokenBucket) -> None:
         """Copies blocks, in batches and on threads of their own."""

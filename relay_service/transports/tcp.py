@@ -142,9 +142,9 @@ class TcpSession:
         """Names everyone whom an incomplete source is filled from."""
         return self._control.upstream
 
-    async def manifest(self, rank: int) -> Manifest:
-        """Returns the verified manifest of one rank."""
-        self._manifests[rank] = manifest = await self._control.manifest(rank)
+    async def manifest(self, rank: int, holder: Instance | None = None) -> Manifest:
+        """Returns the manifest of one rank, from whoever holds the same one."""
+        self._manifests[rank] = manifest = await self._control.manifest(rank, holder)
         return manifest
 
     async def probe(self) -> bytes:

@@ -5,7 +5,7 @@ from fakes import FakeClock, instance
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay_service.core.choice import Candidate, choose, reads_from
+from relay_service.core.choice import Candidate, choose, nearest, reads_from
 from relay_service.core.instance import Filling, RankBlocks, State, Weights
 from relay_service.core.offer import Offer, OfferSlot
 from relay_service.core.seats import FRESH_SECONDS, Seats
@@ -86,6 +86,36 @@ def test_who_came_long_ago_is_not_named():
     seats.send_on(["a"], "b")
     clock.now += FRESH_SECONDS + 1
     assert seats.send_on(["a"], "c") == "a"
+
+
+def test_who_closes_a_gap():
+    """The nearest one behind, of those that are there."""
+    assert nearest(["b", "a", "seed"], {"seed", "a", "x"}) == "a"
+    assert nearest(["b"], {"x"}) == nearest([], {"x"}) == ""
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=200))
+def test_a_manifest_takes_few_steps(names):
+    """However often who comes again, each has it from one that came before, in few steps."""
+    seats, steps = Seats(FakeClock()), {}
+    for name in map(str, names):
+        seats.send_on(["first"], name)
+        holder = seats.manifest_holder(name)
+        assert holder != name
+        steps[name] = steps[holder] + 1 if holder else 1
+    once = list(dict.fromkeys(map(str, names)))
+    if len(once) == len(names):
+        assert max(steps.values()) <= len(names).bit_length()
+
+
+@given(st.integers(1, 200))
+def test_who_comes_at_once_forms_one_chain(count):
+    """Each is sent to the one before it, so nobody is read by two and there is no circle."""
+    seats, reads, readers = Seats(FakeClock()), {}, []
+    for name in map(str, range(count)):
+        reads[name] = seats.send_on(readers, name) or "source"
+        readers = readers or [name]
+    assert list(reads.values()) == ["source", *map(str, range(count - 1))]
 
 
 class Node:

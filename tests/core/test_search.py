@@ -24,7 +24,7 @@ from relay_service.core.match import Target
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
 from relay_service.core.receiver import Receiver
-from relay_service.errors import EpochChanged, NoSource, NotYet, SourceBusy
+from relay_service.errors import EpochChanged, NoSource, NotYet, SourceBusy, SourceFailed
 
 LAYOUT = lay_out_bytes([6 * BLOCK_BYTES])
 DATA = random_bytes(LAYOUT)
@@ -49,7 +49,7 @@ class BusyTransport(FakeTransport):
         """Refuses who yields where that is busy."""
         self.asked.append((source.instance, yields))
         if yields and source.instance in self.busy:
-            raise SourceBusy("busy", next=self.busy[source.instance])
+            raise SourceBusy("busy", next=self.busy[source.instance], manifest="seed")
         return await super().open(source, holder)
 
 
@@ -97,8 +97,33 @@ async def test_a_busy_source_sends_on():
     assert await scene.run() == ["other"]
     assert transport.asked == [("seed", True), ("other", True)]
     assert seed.reads == []
-    (offer,) = scene.offers
+    assert other.manifest_holders == ["seed"]
+    early, offer = scene.offers
+    assert (early.manifests, offer.manifests) == ([], seed.manifests)
     assert (offer.upstream, offer.filling.digest) == (("other",), seed.record.weights.digest)
+
+
+async def test_a_manifest_that_is_another_one():
+    """Who was named to have it may hold other weights by now: then the source is asked."""
+    seed, other = source("seed"), source("other")
+    other.elsewhere = LAYOUT.with_digests([bytes(16)] * LAYOUT.block_count)
+    scene = Scene(seed.record, DUMMY, transport=BusyTransport(seed, other, busy={"seed": "other"}))
+    assert await scene.run() == ["other"]
+    assert other.manifest_holders == ["seed", ""]
+
+
+async def test_a_gap_is_closed():
+    """Who loses its source takes its seat at the next one behind it; its own readers read on."""
+    seed, other = source("seed"), source("other")
+    other.upstream, other.fails_after, other.error = ("seed",), 2, SourceFailed("gone")
+    transport = BusyTransport(seed, other, busy={"seed": "other"})
+    scene = Scene(seed.record, DUMMY, transport=transport)
+    assert await scene.run() == ["other", "seed"]
+    assert transport.asked == [("seed", True), ("other", True), ("seed", False)]
+    assert len(seed.reads) == LAYOUT.block_count - 2
+    before, after = scene.offers[1], scene.offers[-1]
+    assert after.continues(before)
+    assert scene.offers[2].manifests == before.manifests
 
 
 async def test_a_busy_source_is_shared_in_the_end(monkeypatch):

@@ -125,6 +125,39 @@ async def test_an_incomplete_middle_is_read(chain):
     chain.assert_filled("last")
 
 
+async def test_a_gap_in_a_chain_is_closed(chain):
+    """When a middle one goes, its reader takes its place; the reader of that one reads on."""
+    await chain.start("a", "b", "c", egress_limit_bytes_per_second=SLOWLY)
+    pulls = {}
+    for name in ("a", "b", "c"):
+        pulls[name] = chain.pull(name)
+        await chain.filling(name)
+    epoch = chain.holding("b").offered.now.epoch
+    pulls["a"].cancel()
+    await asyncio.gather(pulls["a"], return_exceptions=True)
+    await chain.fleet.stop(chain.relays["a"])
+    await eventually(lambda: chain.holding("b").offered.now.upstream == ("seed",))
+    assert chain.holding("b").offered.now.epoch == epoch
+    assert sources(await pulls["b"]) == ["a", "seed"]
+    assert sources(await pulls["c"]) == ["b"]
+    chain.assert_filled("b")
+    chain.assert_filled("c")
+
+
+async def test_a_manifest_from_an_incomplete_one(chain):
+    """It passes the manifest on that it is filled with; what waits for one in vain hears so."""
+    await chain.start("a", "b", egress_limit_bytes_per_second=SLOWLY)
+    chain.pull("a")
+    await chain.filling("a")
+    manifest = chain.seed.memory.manifests[0]
+    client = chain.fleet.client(chain.relays["a"])
+    assert await client.manifest("a", "", 0, epoch=FILLING_EPOCH) == manifest
+    seed = chain.fleet.client(chain.directory)
+    assert await seed.manifest("seed", "", 0, epoch=FILLING_EPOCH) == manifest
+    with pytest.raises(CallFailed, match="has not arrived"):
+        await chain.fleet.client(chain.relays["b"]).manifest("b", "", 0, epoch=FILLING_EPOCH)
+
+
 async def test_a_reader_does_not_notice_the_commit(chain):
     """Who reads from a target that becomes ready reads on under the same lease."""
     await chain.start("middle", "last", egress_limit_bytes_per_second=SLOWLY)

@@ -1,0 +1,58 @@
+"""One instance of a fleet in virtual time, and how its relay announces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from relay_service.core.format import Format, Placement
+from relay_service.core.instance import Filling, Instance, RankBlocks, State, Weights
+from relay_service.core.seats import Seats
+
+DIGEST, FORMAT = "digest", Format(())
+
+
+@dataclass(eq=False)
+class Node:
+    """One instance and its links."""
+
+    name: str
+    speed: float = 1.0
+    """Of its links, as a part of a whole one."""
+    position: float = 0.0
+    """Blocks that it has: the first so many."""
+    source: Node | None = None
+    line: tuple[str, ...] = ()
+    """Through whom they come, the nearest first."""
+    readers: list[Node] = field(default_factory=list)
+    leases: dict[str, float] = field(default_factory=dict)
+    """Until when who holds one."""
+    seats: Seats = field(default_factory=Seats)
+    busy_until: float = 0.0
+    leased_at: float = 0.0
+    manifest_at: float = float("inf")
+    gone: bool = False
+    began_at: float = 0.0
+    done_at: float = 0.0
+    given: float = 0.0
+    yields_until: float = 0.0
+    waiting: list[Callable[[float], None]] = field(default_factory=list)
+    """Who waits for it to have a lease."""
+    pupils: list[Callable[[float], None]] = field(default_factory=list)
+    """Who waits for it to have the manifest."""
+
+    def record(self, blocks: int, now: float) -> Instance:
+        """Describes it as its relay announces it."""
+        complete = self.position >= blocks
+        coming = Filling("m", "v", DIGEST, 1, self.source.name) if self.source else None
+        return Instance(
+            instance=self.name, generation="", model="m", format=FORMAT, placement=Placement(),
+            state=State.READY if complete else State.LANDING, address=self.name,
+            weights=Weights("v", DIGEST, 1), leases=len(self.holders(now)),
+            ranks=(RankBlocks(0, int(self.position), blocks, 0),),
+            filling=None if complete else coming,
+        )  # fmt: skip
+
+    def holders(self, now: float) -> list[str]:
+        """Names who holds a lease on it."""
+        return [name for name, until in self.leases.items() if until > now]
