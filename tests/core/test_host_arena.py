@@ -30,6 +30,13 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:tests")
 
 
+def _collapses() -> bool:
+    """Whether the kernel has MADV_COLLAPSE (Linux 6.1), and may use it on shared memory."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
 def test_two_mappings_share_their_bytes(memory):
     """What lands through one mapping is seen through another, and its digest is returned."""
     fd, size = memory.descriptors[0], memory.layouts[0].data_bytes
@@ -181,3 +188,23 @@ def test_the_address_of_any_buffer(data, start):
     start = min(start, len(data) - 1)
     whole, part = address_of(data), address_of(memoryview(data)[start:])
     assert part - whole == start
+
+
+@pytest.mark.skipif(not _collapses(), reason="this kernel moves no memory into huge pages")
+def test_huge_pages_hold_what_was_there():
+    """Contents, address and other mappings stay, of memory that nobody may map anew as well."""
+    data = os.urandom(8 << 20)
+    fd = create_memfd("tests", len(data))
+    arena, reader = (HostArena(fd, len(data), writable=writable) for writable in (True, False))
+    arena.land(0, data)
+    seal(fd)
+    base, before = arena.base, arena.page_kind()
+    arena.gather_pages()
+    assert (before, arena.page_kind()) == ("4 KiB", f"huge ({8 << 20} bytes)")
+    assert bytes(reader.view(0, len(data))) == data
+    arena.land(5, b"landed later")
+    assert bytes(reader.view(5, 12)) == b"landed later"
+    assert arena.base == base
+    for mapping in (arena, reader):
+        mapping.close()
+    os.close(fd)
