@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from fakes import BytesArena, Memory, lay_out_bytes, random_bytes, seam_layout
+from fakes import BytesArena, Memory, collapses, lay_out_bytes, random_bytes, seam_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,13 +28,6 @@ def memory():
 def mappings() -> int:
     """Returns how many memfds of tests this process maps."""
     return Path("/proc/self/maps").read_text().count("memfd:tests")
-
-
-def _collapses() -> bool:
-    """Whether the kernel has MADV_COLLAPSE (Linux 6.1), and may use it on shared memory."""
-    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
-    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
 
 
 def test_two_mappings_share_their_bytes(memory):
@@ -190,7 +183,7 @@ def test_the_address_of_any_buffer(data, start):
     assert part - whole == start
 
 
-@pytest.mark.skipif(not _collapses(), reason="this kernel moves no memory into huge pages")
+@pytest.mark.skipif(not collapses(), reason="this kernel moves no memory into huge pages")
 def test_huge_pages_hold_what_was_there():
     """Contents, address and other mappings stay, of memory that nobody may map anew as well."""
     data = os.urandom(8 << 20)
