@@ -81,6 +81,13 @@ def resources() -> Resources:
     return Resources(sum(1 for _ in Path("/proc/self/fd").iterdir()), mappings)
 
 
+def collapses() -> bool:
+    """Whether the kernel has MADV_COLLAPSE (Linux 6.1), and may use it on shared memory."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
 class FakeClock:
     """A clock that a test moves by hand."""
 

@@ -218,6 +218,8 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
     """By row, where they were wanted."""
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     """By row: of the tokens that follow those of the row."""
+    page_kind: str = ""
+    """Which pages back the arena by now, where they are others than were told."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

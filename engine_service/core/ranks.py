@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
+
 from engine_service import errors
 from engine_service.core.messages import (
     Allocated,
@@ -164,6 +166,10 @@ class RankGroup:
         replies = await self.same(Step(rows), Sampled)
         if any(reply.tokens != replies[0].tokens for reply in replies):
             raise self._give_up("the ranks sampled different tokens: weights differ")
+        for rank, reply in enumerate(replies):
+            if reply.page_kind:
+                arena = msgspec.structs.replace(self.arenas[rank], page_kind=reply.page_kind)
+                self.arenas[rank] = arena
         return replies[0]
 
     async def in_time(self, command: Command, kind: type[R], seconds: float) -> list[R]:

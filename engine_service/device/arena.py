@@ -114,6 +114,9 @@ class Arena(Weights):
     def page_kind(self) -> str:
         """Says which pages back the memory."""
 
+    def gather_pages(self) -> None:
+        """Has the host put the memory into larger pages. Does nothing where it cannot."""
+
     @abstractmethod
     def shadow(self) -> Shadow:
         """Returns a shadow. Raises `ResourceExhausted`."""

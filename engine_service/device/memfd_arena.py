@@ -42,6 +42,10 @@ class MemfdArena(Arena):
         """Says which pages back the memory."""
         return self._memory.page_kind()
 
+    def gather_pages(self) -> None:
+        """Has the kernel move the memory into huge pages, as far as it has some."""
+        self._memory.gather_pages()
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Returns writable bytes of the data."""
         return self._memory.view(offset, nbytes)

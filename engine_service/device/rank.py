@@ -21,6 +21,7 @@ from engine_service.device.models.llama import Llama
 from engine_service.device.parallel import Groups, join
 from engine_service.device.plan import Plan, plan
 from engine_service.device.runner import Runner
+from engine_service.device.settling import Settler
 from engine_service.device.sharding import Shard, rank_config
 from engine_service.device.staging import Staging
 from engine_service.device.tolerance import tolerance
@@ -47,6 +48,7 @@ class Rank:
         self.facts, self.layout = planned.facts, planned.layout
         self.device = device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
+        self._settler = Settler(self.arena)
         own = rank_config(planned.config, planned.shard)
         groups = self.meet()
         self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
@@ -125,7 +127,9 @@ class Rank:
         """Runs a batch. Raises `WrongState` while the weights are not committed."""
         if not (self.arena.sealed and self.arena.whole):
             raise WrongState("the weights are not committed: nothing is served from them")
-        return self.runner.step(rows)
+        sampled = self.runner.step(rows)
+        news = self._settler.news()
+        return msgspec.structs.replace(sampled, page_kind=news) if news else sampled
 
     def record_probe(self) -> messages.Recorded:
         """Runs and records the probe.

@@ -27,8 +27,10 @@ from relay_service.memory.header import Header
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x2, 0x4, 0x10
 
+_MAP_NORESERVE = 0x4000  # asm-generic/mman.h; the mmap module of Python 3.11 does not name it
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; the latter since Linux 6.1
+_HUGE_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -85,6 +87,17 @@ def _no_memory(data_bytes: int, reason: str) -> ResourceExhausted:
     )  # fmt: skip
 
 
+def _even_address(size: int) -> int | None:
+    """Returns a free address at which huge pages can back a mapping; none for a small one."""
+    room = size + _HUGE_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    found = _libc.mmap(None, room, 0, flags, -1, 0) if size >= _HUGE_BYTES else None
+    if found is None or found == _MAP_FAILED:
+        return None
+    _libc.munmap(found, room)
+    return int(-(-found // _HUGE_BYTES) * _HUGE_BYTES)
+
+
 def seal(fd: int) -> None:
     """Forbids new writable mappings and writes; mappings that exist stay writable."""
     fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
@@ -137,7 +150,7 @@ class HostArena:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | (0x10 if address else 0)  # MAP_FIXED
         flags |= mmap.MAP_POPULATE if populate else 0
-        mapped = _libc.mmap(address or None, size, protection, flags, fd, 0)
+        mapped = _libc.mmap(address or _even_address(size), size, protection, flags, fd, 0)
         if mapped == _MAP_FAILED or mapped is None:
             error = ctypes.get_errno()
             raise ResourceExhausted(f"cannot map {size} bytes: {os.strerror(error)}")
@@ -207,6 +220,15 @@ class HostArena:
     @sequence.setter
     def sequence(self, value: int) -> None:
         self.header.sequence = value
+
+    def gather_pages(self) -> None:
+        """Has the kernel move the memory into huge pages, as far as it has some.
+
+        Takes about a second per GiB. Contents, addresses and other mappings stay as they are,
+        and whoever reads or writes meanwhile waits for a few pages at most. A kernel that
+        cannot do it leaves everything as it was; `page_kind` tells.
+        """
+        _libc.madvise(self.base, self.size, _MADV_COLLAPSE)
 
     def page_kind(self) -> str:
         """Says which pages back the mapping: `4 KiB` or `huge (N bytes)`."""

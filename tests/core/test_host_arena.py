@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from fakes import BytesArena, Memory, lay_out_bytes, random_bytes, seam_layout
+from fakes import BytesArena, Memory, collapses, lay_out_bytes, random_bytes, seam_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,3 +181,23 @@ def test_the_address_of_any_buffer(data, start):
     start = min(start, len(data) - 1)
     whole, part = address_of(data), address_of(memoryview(data)[start:])
     assert part - whole == start
+
+
+@pytest.mark.skipif(not collapses(), reason="this kernel moves no memory into huge pages")
+def test_huge_pages_hold_what_was_there():
+    """Contents, address and other mappings stay, of memory that nobody may map anew as well."""
+    data = os.urandom(8 << 20)
+    fd = create_memfd("tests", len(data))
+    arena, reader = (HostArena(fd, len(data), writable=writable) for writable in (True, False))
+    arena.land(0, data)
+    seal(fd)
+    base, before = arena.base, arena.page_kind()
+    arena.gather_pages()
+    assert (before, arena.page_kind()) == ("4 KiB", f"huge ({8 << 20} bytes)")
+    assert bytes(reader.view(0, len(data))) == data
+    arena.land(5, b"landed later")
+    assert bytes(reader.view(5, 12)) == b"landed later"
+    assert arena.base == base
+    for mapping in (arena, reader):
+        mapping.close()
+    os.close(fd)

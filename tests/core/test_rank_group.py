@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from fakes import lay_out_bytes
 
-from engine_service.core.messages import Command, Done, Sampled, Step
+from engine_service.core.messages import Allocated, Command, Done, Sampled, Step
 from engine_service.core.ranks import RankGroup
 from engine_service.errors import CheckpointError, CollectiveFailed, RankDied
 
@@ -49,6 +50,15 @@ async def test_tokens_that_differ_are_the_end():
     with pytest.raises(RankDied, match="different tokens"):
         await group.step(())
     assert all(worker.killed for worker in group.workers)
+
+
+async def test_a_step_may_tell_of_other_pages():
+    """Of the rank whose arena they back; from then on that is what is said of it."""
+    group = _group(Sampled((1,)), Sampled((1,), page_kind="huge (4 bytes)"))
+    arena = Allocated(lay_out_bytes([64]), (), 8, 4096, "4 KiB", 0)
+    group.arenas = [arena, arena]
+    await group.step(())
+    assert [one.page_kind for one in group.arenas] == ["4 KiB", "huge (4 bytes)"]
 
 
 async def test_a_rank_that_hangs_is_the_end():
