@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from relay_service.config import DATA_CONNECTIONS
 from relay_service.core.instance import State
+from relay_service.core.lane import CORRUPTIONS_PER_SOURCE
 from relay_service.core.manifest import BLOCK_BYTES
-from relay_service.core.reading import CORRUPTIONS_PER_SOURCE
 from tests.chaos.actors import DEADLINE_SECONDS
 from tests.chaos.cast import Actor
 from tests.chaos.plan import BLOCKS, Kind, Plan
