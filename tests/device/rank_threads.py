@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from tiny_llama import Sequence, start_message
 
 from engine_service.core.expert_map import Slots, moves
@@ -77,8 +78,10 @@ class Ranks:
 
     def step(self, rows) -> Sampled:
         """Runs a step on all ranks; they must agree."""
-        first, *others = self.each(lambda rank: rank.step(rows))
-        assert isinstance(first, Sampled), first
+        answers = self.each(lambda rank: rank.step(rows))
+        assert all(isinstance(one, Sampled) for one in answers), answers
+        # Each rank tells of its own pages, once they have changed.
+        first, *others = (msgspec.structs.replace(one, page_kind="") for one in answers)
         assert all(other == first for other in others), others
         return first
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from fakes import PROBE, eventually, lay_out_bytes, random_bytes, same_weights
 
@@ -10,6 +11,7 @@ from relay_service.core.instance import FILLING_EPOCH, State
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.record import record
 from relay_service.errors import NotYet
+from relay_service.transports.grpc_stream import GrpcTransport
 from seedrelay.v1 import relay_pb2, weights_pb2
 
 BLOCKS = 24
@@ -156,6 +158,17 @@ async def test_a_manifest_from_an_incomplete_one(chain):
     assert await seed.manifest("seed", "", 0, epoch=FILLING_EPOCH) == manifest
     with pytest.raises(CallFailed, match="has not arrived"):
         await chain.fleet.client(chain.relays["b"]).manifest("b", "", 0, epoch=FILLING_EPOCH)
+
+
+async def test_a_manifest_of_who_has_gone(chain):
+    """Where nobody answers who was said to have the manifest, the source is asked."""
+    await chain.start("a")
+    await chain.fleet.stop(chain.relays["a"])
+    (seed,) = chain.directory.holdings.records(chain.directory.address)
+    session = await GrpcTransport().open(seed, "reader")
+    gone = msgspec.structs.replace(seed, address=chain.relays["a"].address)
+    assert await session.manifest(0, gone) == chain.seed.memory.manifests[0]
+    await session.close()
 
 
 async def test_a_reader_does_not_notice_the_commit(chain):
