@@ -50,9 +50,9 @@ class Copied:
         """Flat indexes of the blocks of a rank that have not come, in order."""
         return self._receivers[rank].missing
 
-    def place(self, rank: int, index: int) -> AbstractContextManager[Place | None]:
-        """Lends the memory where a block belongs; see `Receiver.place`."""
-        return self._receivers[rank].place(index)
+    def place(self, rank: int, blocks: Sequence[int]) -> AbstractContextManager[Place | None]:
+        """Lends the memory where blocks belong; see `Receiver.place`."""
+        return self._receivers[rank].place(blocks)
 
     def land(self, rank: int, index: int, data: memoryview) -> None:
         """Lands and verifies one block. Raises `InvalidRequest` or `CorruptBlock`."""
@@ -73,9 +73,9 @@ class LandRank:
         """Lands and verifies one block."""
         self.way.land(self.rank, index, data)
 
-    def place(self, index: int) -> AbstractContextManager[Place | None]:
-        """Lends the memory where a block belongs."""
-        return self.way.place(self.rank, index)
+    def place(self, blocks: Sequence[int]) -> AbstractContextManager[Place | None]:
+        """Lends the memory where blocks belong."""
+        return self.way.place(self.rank, blocks)
 
 
 _Count = Literal["bytes_moved", "bytes_reread", "bytes_landed", "blocks_landed", "blocks_failed"]

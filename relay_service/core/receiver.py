@@ -90,23 +90,24 @@ class Receiver:
         return self._expected is not None and self.blocks_verified == self.layout.block_count
 
     @contextmanager
-    def place(self, index: int) -> Iterator[Place | None]:
-        """Lends the memory of a block to one who receives it there.
+    def place(self, blocks: Sequence[int]) -> Iterator[Place | None]:
+        """Lends the memory of blocks to one who receives them there.
 
-        None for a block that is verified, or that another one receives in its place.
+        None when one of them is verified, or another one receives it in its place.
         """
-        block = self.layout.block(index)
+        if (memory := self._memory_of(blocks)) is None:
+            yield None
+            return
         with self._lock:
-            free = not self.verified[index] and index not in self._lent
-            memory = self._arena.place(block.offset, block.nbytes) if free else None
-            if memory is not None:
-                self._lent.add(index)
+            free = not any(self.verified[index] or index in self._lent for index in blocks)
+            if free:
+                self._lent.update(blocks)
         try:
-            yield None if memory is None else Place(memory, partial(self._landed, index))
+            yield Place(memory, partial(self._landed, blocks)) if free else None
         finally:
-            if memory is not None:
+            if free:
                 with self._lock:
-                    self._lent.discard(index)
+                    self._lent.difference_update(blocks)
 
     def land(self, index: int, data: memoryview) -> None:
         """Lands one block and verifies what landed, in one pass.
@@ -128,7 +129,7 @@ class Receiver:
         again = bool(self.verified[index])
         with self._lock:  # while it is written over nobody may take it for verified
             self._forget(index, block.nbytes)
-        self._landed(index, self._arena.land(block.offset, data), again=again)
+        self._landed([index], [self._arena.land(block.offset, data)], again=again)
 
     def expect_pieces(self, *, keep: bool) -> None:
         """Prepares for weights that come in pieces: keeps the blocks that are whole, or none.
@@ -161,16 +162,32 @@ class Receiver:
         """Returns the manifest of what has landed; complete receivers only."""
         return self.layout.with_digests(self.verified)
 
-    def _landed(self, index: int, digest: bytes, *, again: bool = False) -> None:
-        """Takes note of what lies in the place of a block now. Raises `CorruptBlock`."""
-        good = self._expected is not None and digest == self._expected.block_digest(index)
-        with self._lock:
-            self._count(index, digest, self.layout.block(index).nbytes, good=good, again=again)
-        self.on_verified()
-        if not good:
-            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
+    def _memory_of(self, blocks: Sequence[int]) -> list[memoryview] | None:
+        """Returns where blocks belong; None where nobody but the arena may write."""
+        memory = []
+        for block in map(self.layout.block, blocks):
+            if (place := self._arena.place(block.offset, block.nbytes)) is None:
+                return None
+            memory.append(place)
+        return memory
 
-    def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool, again: bool) -> None:
+    def _landed(
+        self, blocks: Sequence[int], digests: Sequence[bytes], *, again: bool = False
+    ) -> None:
+        """Takes note of what lies in the place of blocks now. Raises `CorruptBlock`."""
+        bad = []
+        with self._lock:
+            for index, digest in zip(blocks, digests, strict=True):
+                good = self._expected is not None and digest == self._expected.block_digest(index)
+                self._count(index, digest, good=good, again=again)
+                if not good:
+                    bad.append(index)
+        self.on_verified()
+        if bad:
+            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(bad[0]), bad[0])
+
+    def _count(self, index: int, digest: bytes, *, good: bool, again: bool) -> None:
+        nbytes = self.layout.block(index).nbytes
         self.bytes_moved += nbytes
         self.blocks_landed += good
         self.blocks_failed += not good

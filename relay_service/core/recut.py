@@ -108,9 +108,9 @@ class Recut:
         keys = self._uses.keys() - self._landed.blocks
         return sorted(index for source, index in keys if source == rank)
 
-    def place(self, rank: int, index: int) -> AbstractContextManager[None]:
+    def place(self, rank: int, blocks: Sequence[int]) -> AbstractContextManager[None]:
         """Lends nothing: of a block the target has its parts, in many places."""
-        del rank, index
+        del rank, blocks
         return nullcontext()
 
     def land(self, rank: int, index: int, data: memoryview) -> None:
