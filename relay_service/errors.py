@@ -123,7 +123,9 @@ class PartsMissing(NoSource):
 class CorruptBlock(RelayError):
     """Bytes that do not match their digest; names rank, tensor and block."""
 
-    def __init__(self, rank: int, tensor: str, block: int) -> None:
+    def __init__(self, rank: int, tensor: str, block: int, *others: int) -> None:
+        """`others` are blocks that came with it and are as wrong."""
+        self.blocks = (block, *others)
         super().__init__(
             f"rank {rank}, tensor {tensor}, block {block}: bytes do not match their digest",
             rank=str(rank),

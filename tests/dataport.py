@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -138,9 +138,13 @@ class Script:
         return self._data[block.offset : block.offset + block.nbytes]
 
     def message(self, index: int) -> bytes:
-        """Returns a block as it should come."""
-        data = self.block(index)
-        return pack(Kind.DATA, index, len(data)) + data + pack(Kind.GOOD, index, 1)
+        """Returns a block as it should come, by itself."""
+        return self.run([index])
+
+    def run(self, blocks: list[int]) -> bytes:
+        """Returns blocks that follow one another as they should come, under one verdict."""
+        data = b"".join(map(self.block, blocks))
+        return pack(Kind.DATA, blocks[0], len(blocks)) + data + pack(Kind.GOOD, blocks[0], 1)
 
     async def data_address(self, _source) -> str:
         """Leads to the script."""
@@ -215,6 +219,6 @@ class LandRank:
         """Lands and verifies one block."""
         self.way.land(self.rank, index, data)
 
-    def place(self, index: int) -> AbstractContextManager[Place | None]:
-        """Lends the memory where a block belongs."""
-        return self.way.place(self.rank, index)
+    def place(self, blocks: Sequence[int]) -> AbstractContextManager[Place | None]:
+        """Lends the memory where blocks belong."""
+        return self.way.place(self.rank, blocks)

@@ -193,19 +193,19 @@ class Holding:
         return close_arenas(self._writers) + self.drop_lent()
 
     @contextmanager
-    def reading(self, rank: int, epoch: int, index: int = -1) -> Iterator[Arena]:
-        """Lends a rank's arena for one read, of one block where it is incomplete.
+    def reading(self, rank: int, epoch: int, index: int = -1, count: int = 1) -> Iterator[Arena]:
+        """Lends a rank's arena for one read, of `count` blocks from one on where it is incomplete.
 
         Raises `EpochChanged` when the weights are, or became, others than those
         of `epoch`; that comes before whatever the reader made of the bytes. Raises `NotYet`
-        where the block is not verified, also afterwards.
+        where a block is not verified, also afterwards.
         """
-        self.offered.check(rank, index, epoch)
+        self.offered.check(rank, index, epoch, count)
         with self._readers.reading(rank, epoch) as arena:
             try:
                 yield arena
             finally:
-                self.offered.check(rank, index, epoch)
+                self.offered.check(rank, index, epoch, count)
 
     def close(self) -> bool:
         """Lets go of memory and descriptors once it is detached and nobody reads.

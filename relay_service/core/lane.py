@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,11 +106,11 @@ class Lane:
         for pool in work.pools:
             pool.leave(self.pace)
 
-    def came(self, nbytes: int, *, good: bool) -> None:
-        """Counts a block. From any thread."""
+    def came(self, nbytes: int, *, good: int) -> None:
+        """Counts bytes that came, and those of them that are right. From any thread."""
         with self._lock:
             self.step.bytes_moved += nbytes
-            self.step.bytes_verified += nbytes * good
+            self.step.bytes_verified += good
         self.pace.landed(nbytes)
 
 
@@ -125,25 +125,32 @@ class _Land:
 
     def __call__(self, index: int, data: memoryview, /) -> None:
         """Lands and verifies one block."""
-        self._land(index, len(data), partial(self.work.way.land, self.rank, index, data))
+        self._land({index: data}, partial(self.work.way.land, self.rank, index, data))
 
     @contextmanager
-    def place(self, index: int) -> Iterator[Place | None]:
-        """Lends the memory where a block belongs."""
-        with self.work.way.place(self.rank, index) as place:
-            yield place and Place(place.memory, partial(self._landed, index, place))
+    def place(self, blocks: Sequence[int]) -> Iterator[Place | None]:
+        """Lends the memory where blocks belong."""
+        with self.work.way.place(self.rank, blocks) as place:
+            yield place and Place(place.memory, partial(self._landed, blocks, place))
 
-    def _landed(self, index: int, place: Place, digest: bytes) -> None:
-        self._land(index, len(place.memory), partial(place.landed, digest))
+    def _landed(self, blocks: Sequence[int], place: Place, digests: Sequence[bytes]) -> None:
+        came = dict(zip(blocks, place.memory, strict=True))
+        self._land(came, partial(place.landed, digests))
 
-    def _land(self, index: int, nbytes: int, land: Callable[[], None]) -> None:
+    def _land(self, came: Mapping[int, memoryview], land: Callable[[], None]) -> None:
         try:
             land()
-        except CorruptBlock:
-            self.lane.came(nbytes, good=False)
-            self.work.pools[self.rank].came_wrong(self.lane.pace, index)
+        except CorruptBlock as error:
+            for index in error.blocks:
+                self.work.pools[self.rank].came_wrong(self.lane.pace, index)
+            self._count(came, error.blocks)
             raise
-        self.claim.gave = True
-        self.lane.came(nbytes, good=True)
+        self._count(came)
         if self.claim.recalled:
             raise Recalled
+
+    def _count(self, came: Mapping[int, memoryview], wrong: Sequence[int] = ()) -> None:
+        nbytes = sum(map(len, came.values()))
+        good = nbytes - sum(len(came[index]) for index in wrong)
+        self.claim.gave |= good > 0
+        self.lane.came(nbytes, good=good)

@@ -149,26 +149,35 @@ class OfferSlot:
             raise ReadsFromReader(f"{self._name} is filled from {reader}", hint="ask another one")
         return offer.epoch
 
-    def check(self, rank: int, index: int, epoch: int) -> None:
-        """Raises `NotYet` for a block that isn't verified, `EpochChanged` for an offer that ended.
+    def check(self, rank: int, index: int, epoch: int, count: int = 1) -> None:
+        """Raises `NotYet` for blocks that aren't verified, `EpochChanged` for an offer that ended.
 
         What is committed is not looked at.
         """
-        if not self.has(rank, index, epoch):
-            raise NotYet(f"{self._name} has not verified block {index} of rank {rank}")
+        if (there := self.there(rank, index, epoch, count)) < count:
+            raise NotYet(f"{self._name} has not verified block {index + there} of rank {rank}")
 
     def has(self, rank: int, index: int, epoch: int) -> bool:
         """Whether a block may be read. Raises as `check` does, and `NotFound`."""
+        return bool(self.there(rank, index, epoch, 1))
+
+    def there(self, rank: int, first: int, epoch: int, count: int) -> int:
+        """Returns how many of `count` blocks from `first` on may be read before one may not.
+
+        Raises `EpochChanged` for an offer that ended, and `NotFound`.
+        """
         if epoch < FILLING_EPOCH:
-            return True
+            return count
         if (offer := self.at(epoch)) is None:
             raise EpochChanged(f"{self._name} is not filled with what it was filled with before")
         if not 0 <= rank < len(self._receivers):
             raise NotFound(f"{self._name} has no readable rank {rank}")
         if not offer.manifests:
-            return False  # what lies there may be of other weights
-        verified = self._receivers[rank].verified
-        return offer is self._committed or (0 <= index < len(verified) and bool(verified[index]))
+            return 0  # what lies there may be of other weights
+        if offer is self._committed:
+            return count
+        verified = self._receivers[rank].verified[first : first + count] if first >= 0 else []
+        return next((n for n, digest in enumerate(verified) if not digest), len(verified))
 
     async def arrival(self, rank: int, index: int, epoch: int) -> None:
         """Waits for a block that is still to come; see `check` for what it raises."""

@@ -21,28 +21,29 @@ Raises `CorruptBlock` when the bytes are wrong.
 
 @dataclass(frozen=True)
 class Place:
-    """The memory where a block belongs, lent to one who receives it there."""
+    """The memory where some blocks belong, lent to one who receives them there."""
 
-    memory: memoryview
-    landed: Callable[[bytes], None]
-    """Takes the digest of what lies there now, made while it was in cache.
+    memory: Sequence[memoryview]
+    """Of each block."""
+    landed: Callable[[Sequence[bytes]], None]
+    """Takes the digest of what lies in each now, made while it was in cache.
 
-    Raises `CorruptBlock` for another one than it should be. What was not said to have landed
-    counts for nothing.
+    Raises `CorruptBlock` for the first that should be another one; the others have landed. What
+    was not said to have landed counts for nothing.
     """
 
 
 @runtime_checkable
 class LandInPlace(Protocol):
-    """A `Land` that also lends the memory where a block belongs, to receive it there."""
+    """A `Land` that also lends the memory where blocks belong, to receive them there."""
 
     def __call__(self, index: int, data: memoryview, /) -> None:
         """Takes a block from elsewhere."""
 
-    def place(self, index: int) -> AbstractContextManager[Place | None]:
-        """Lends the memory of a block for one attempt to receive it.
+    def place(self, blocks: Sequence[int]) -> AbstractContextManager[Place | None]:
+        """Lends the memory of blocks for one attempt to receive them.
 
-        None where it can only be landed from elsewhere.
+        None where one of them can only be landed from elsewhere.
         """
 
 

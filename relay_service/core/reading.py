@@ -59,10 +59,10 @@ class Copied:
         return self.manifests[rank].block(index).unit
 
     @contextmanager
-    def place(self, rank: int, index: int) -> Iterator[Place | None]:
-        """Lends the memory where a block belongs; see `Receiver.place`."""
-        with self._receivers[rank].place(index) as place:
-            yield place and Place(place.memory, partial(self._landed, rank, index, place))
+    def place(self, rank: int, blocks: Sequence[int]) -> Iterator[Place | None]:
+        """Lends the memory where blocks belong; see `Receiver.place`."""
+        with self._receivers[rank].place(blocks) as place:
+            yield place and Place(place.memory, partial(self._landed, rank, blocks, place))
 
     def land(self, rank: int, index: int, data: memoryview) -> None:
         """Lands and verifies one block, wherever it belongs.
@@ -72,9 +72,14 @@ class Copied:
         self._receivers[rank].land(index, data)
         self._twins.landed(rank, index, data)
 
-    def _landed(self, rank: int, index: int, place: Place, digest: bytes) -> None:
-        place.landed(digest)
-        self._twins.landed(rank, index, place.memory)
+    def _landed(
+        self, rank: int, blocks: Sequence[int], place: Place, digests: Sequence[bytes]
+    ) -> None:
+        try:
+            place.landed(digests)
+        finally:  # beside one that is wrong others are right
+            for index, memory in zip(blocks, place.memory, strict=True):
+                self._twins.landed(rank, index, memory)
 
 
 Way = Copied | Recut

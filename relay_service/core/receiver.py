@@ -86,12 +86,10 @@ class Receiver:
         for index, digest in enumerate(self.verified):
             wanted = manifest.block_digest(index)
             beside = self.beside.manifest.block_digest(index) if self.beside else b""
-            if wanted and wanted in (digest, beside):
-                self.verified[index] = wanted
-                kept += 1
-                self.bytes_verified += manifest.block(index).nbytes
-            else:
-                self.verified[index] = b""
+            there = bool(wanted) and wanted in (digest, beside)
+            self.verified[index] = wanted if there else b""
+            kept += there
+            self.bytes_verified += manifest.block(index).nbytes * there
         self.blocks_verified = kept
         return kept
 
@@ -111,23 +109,24 @@ class Receiver:
         return self._expected is not None and self.blocks_verified == self.layout.block_count
 
     @contextmanager
-    def place(self, index: int) -> Iterator[Place | None]:
-        """Lends the memory of a block to one who receives it there.
+    def place(self, blocks: Sequence[int]) -> Iterator[Place | None]:
+        """Lends the memory of blocks to one who receives them there.
 
-        None for a block that is verified, or that another one receives in its place.
+        None when one of them is verified, or another one receives it in its place.
         """
-        block = self.layout.block(index)
+        if (memory := self._memory_of(blocks)) is None:
+            yield None
+            return
         with self._lock:
-            free = not self.verified[index] and index not in self._lent
-            memory = self._arena.place(block.offset, block.nbytes) if free else None
-            if memory is not None:
-                self._lent.add(index)
+            free = not any(self.verified[index] or index in self._lent for index in blocks)
+            if free:
+                self._lent.update(blocks)
         try:
-            yield None if memory is None else Place(memory, partial(self._landed, index))
+            yield Place(memory, partial(self._landed, blocks)) if free else None
         finally:
-            if memory is not None:
+            if free:
                 with self._lock:
-                    self._lent.discard(index)
+                    self._lent.difference_update(blocks)
 
     def land(self, index: int, data: memoryview) -> None:
         """Lands one block and verifies what landed, in one pass.
@@ -149,7 +148,7 @@ class Receiver:
         again = bool(self.verified[index])
         with self._lock:  # while it is written over nobody may take it for verified
             self._forget(index, block.nbytes)
-        self._landed(index, self._arena.land(block.offset, data), again=again)
+        self._landed([index], [self._arena.land(block.offset, data)], again=again)
 
     def wanted(self, index: int) -> bytes:
         """Returns the digest of the block that shall land there; empty before it is known."""
@@ -201,33 +200,40 @@ class Receiver:
         block = self.layout.block(index)
         digest = block_digest(self._arena.view(block.offset, block.nbytes))
         with self._lock:
-            self.verified[index] = digest
-            self.blocks_verified += 1
-            self.bytes_verified += block.nbytes
+            self._verify(index, digest, block.nbytes)
 
     def manifest(self) -> Manifest:
         """Returns the manifest of what has landed; complete receivers only."""
         return self.layout.with_digests(self.verified)
 
-    def _landed(self, index: int, digest: bytes, *, again: bool = False) -> None:
-        """Takes note of what lies in the place of a block now. Raises `CorruptBlock`."""
-        good = self._expected is not None and digest == self._expected.block_digest(index)
-        with self._lock:
-            self._count(index, digest, self.layout.block(index).nbytes, good=good, again=again)
-        self.on_verified()
-        if not good:
-            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(index), index)
+    def _memory_of(self, blocks: Sequence[int]) -> list[memoryview] | None:
+        """Returns where blocks belong; None where nobody but the arena may write."""
+        lies = map(self.layout.block, blocks)
+        places = (self._arena.place(block.offset, block.nbytes) for block in lies)
+        memory = [place for place in places if place is not None]
+        return memory if len(memory) == len(blocks) else None
 
-    def _count(self, index: int, digest: bytes, nbytes: int, *, good: bool, again: bool) -> None:
+    def _landed(
+        self, blocks: Sequence[int], digests: Sequence[bytes], *, again: bool = False
+    ) -> None:
+        """Takes note of what lies in the place of blocks now. Raises `CorruptBlock`."""
+        came = zip(blocks, digests, strict=True)
+        with self._lock:
+            bad = [index for index, digest in came if not self._count(index, digest, again=again)]
+        self.on_verified()
+        if bad:
+            raise CorruptBlock(self.layout.rank, self.layout.tensor_at(bad[0]), *bad)
+
+    def _count(self, index: int, digest: bytes, *, again: bool) -> bool:
+        nbytes, good = self.layout.block(index).nbytes, digest == self.wanted(index)
         self.bytes_moved += nbytes
         self.blocks_landed += good
         self.blocks_failed += not good
-        if again or not good:
-            self.bytes_reread += nbytes
-        else:
-            self.bytes_landed += nbytes
+        self.bytes_reread += nbytes * (again or not good)
+        self.bytes_landed += nbytes * (good and not again)
         if good:
             self._verify(index, digest, nbytes)
+        return good
 
     def _verify(self, index: int, digest: bytes, nbytes: int) -> None:
         if not self.verified[index]:

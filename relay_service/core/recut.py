@@ -112,9 +112,9 @@ class Recut:
         """Returns the index of the unit that a block of a rank belongs to."""
         return self._sources[rank].block(index).unit
 
-    def place(self, rank: int, index: int) -> AbstractContextManager[None]:
+    def place(self, rank: int, blocks: Sequence[int]) -> AbstractContextManager[None]:
         """Lends nothing: of a block the target has its parts, in many places."""
-        del rank, index
+        del rank, blocks
         return nullcontext()
 
     def land(self, rank: int, index: int, data: memoryview) -> None:

@@ -10,11 +10,19 @@ import threading
 from collections.abc import Callable
 
 from relay_service.core.grants import Grant
+from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.leases import Lease
 from relay_service.core.rate import Limits, TokenBucket
 from relay_service.errors import InvalidRequest, RelayError
-from relay_service.transports.tcp_wire import REASON_BYTES, STEP_SECONDS, Kind, Wire, pack
+from relay_service.transports.tcp_wire import (
+    REASON_BYTES,
+    RUN_BLOCKS,
+    STEP_SECONDS,
+    Kind,
+    Wire,
+    pack,
+)
 
 IDLE_SECONDS = 30.0
 """Time that a reader may take until it asks again; its lease lasts as long."""
@@ -50,7 +58,7 @@ class Feeder:
         self._closing = closing
         self._unsaid = b""
         """Frames that go out with what comes next."""
-        self._within_block = False
+        self._within_data = False
         self._sent: tuple[Lease, int] | None = None
         """Bytes that were sent and not booked yet, and the lease that they went out under."""
 
@@ -58,9 +66,9 @@ class Feeder:
         """Serves until the reader is done. Raises `OSError` when it leaves before."""
         self._wire.send(pack(Kind.WELCOME))
         try:
-            while (run := self._asked()) is not None:
-                for index in run:
-                    self._feed(index)
+            while (asked := self._asked()) is not None:
+                while asked:
+                    asked = asked[self._feed(asked) :]
                 self._settle()
                 self._flush()
         except RelayError as error:
@@ -79,24 +87,38 @@ class Feeder:
             raise InvalidRequest("something was asked for that was not granted")
         return range(first, first + count)
 
-    def _feed(self, index: int) -> None:
-        grant = self._grant
+    def _feed(self, asked: range) -> int:
+        """Sends the first of the blocks that are asked for; returns how many."""
+        grant, first = self._grant, asked[0]
         _, holding = self._holdings.leased(grant.lease)
-        block = holding.manifest(grant.rank, epoch=grant.epoch).block(index)
-        if not holding.offered.has(grant.rank, index, grant.epoch):
-            self._flush()
-            self._arrive(grant.lease, grant.rank, index)
-        self._pace(Limits(self._egress, holding.egress), block.nbytes)
+        egress = Limits(self._egress, holding.egress)
+        count = self._there(holding, asked, egress.batch_blocks)
+        manifest = holding.manifest(grant.rank, epoch=grant.epoch)
+        blocks = [manifest.block(index) for index in asked[:count]]
+        nbytes = sum(block.nbytes for block in blocks)
+        self._pace(egress, nbytes)
         held, _ = self._holdings.leased(grant.lease)
-        head = self._unsaid + pack(Kind.DATA, index, block.nbytes)
-        with holding.reading(grant.rank, grant.epoch, index) as arena:
-            data = arena.view(block.offset, block.nbytes)
-            self._within_block = True
-            self._wire.send(head, data)
-            self._within_block = False
+        with holding.reading(grant.rank, grant.epoch, first, count) as arena:
+            head = [self._unsaid + pack(Kind.DATA, first, count)]
+            self._within_data = True
+            for block in blocks:
+                self._wire.send(*head, arena.view(block.offset, block.nbytes))
+                head = []
+            self._within_data = False
             self._unsaid = b""
-        self._unsaid = pack(Kind.GOOD, index, grant.epoch)
-        self._note(held, block.nbytes)
+        self._unsaid = pack(Kind.GOOD, first, grant.epoch)
+        self._note(held, nbytes)
+        return count
+
+    def _there(self, holding: Holding, asked: range, most: int) -> int:
+        """Returns how many of the blocks to send now. Waits for the first, and for no other."""
+        grant, first = self._grant, asked[0]
+        most = min(len(asked), RUN_BLOCKS, most)
+        if there := holding.offered.there(grant.rank, first, grant.epoch, most):
+            return there
+        self._flush()
+        self._arrive(grant.lease, grant.rank, first)
+        return 1
 
     def _note(self, held: Lease, nbytes: int) -> None:
         """Counts what was sent. Booking wakes the event loop, which costs as much as a block."""
@@ -126,7 +148,7 @@ class Feeder:
             self._unsaid = b""
 
     def _refuse(self, error: RelayError) -> None:
-        if self._within_block:
+        if self._within_data:
             raise ConnectionAbortedError from error  # where a reason would pass for data
         refuse(self._wire, error, self._unsaid)
 

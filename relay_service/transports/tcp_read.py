@@ -5,18 +5,20 @@ Plain Python and sockets; all of it runs on a thread of the reader's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 from relay_service.core.digests import block_hasher
 from relay_service.core.grants import runs_of
-from relay_service.core.manifest import BLOCK_BYTES, Manifest
+from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Land, LandInPlace, Place
 from relay_service.errors import EpochChanged, LeaseEnded, NotYet, RelayError, SourceFailed
 from relay_service.transports.tcp_wire import (
     FRAME_BYTES,
     MAGIC,
     REASON_BYTES,
+    RUN_BLOCKS,
     Frame,
     Kind,
     Wire,
@@ -58,47 +60,54 @@ class BlockReader:
         runs = runs_of(blocks)
         self._wire.send(b"".join(pack(Kind.READ, first, count) for first, count in runs))
         for first, count in runs:
-            for index in range(first, first + count):
-                self._receive(index)
+            asked = range(first, first + count)
+            while asked:
+                asked = asked[self._receive(asked) :]
 
     def leave(self) -> None:
         """Says that nothing more will be asked for."""
         self._wire.send(pack(Kind.DONE))
 
-    def _receive(self, index: int) -> None:
+    def _receive(self, asked: range) -> int:
+        """Receives and lands the first of the blocks that were asked for; returns how many."""
         while (frame := self._wire.receive_frame())[0] == Kind.WAIT:
             pass
-        nbytes = self._manifest.block(index).nbytes
-        if frame != (Kind.DATA, index, nbytes):
+        kind, first, count = frame
+        most = min(len(asked), RUN_BLOCKS)
+        if kind != Kind.DATA or first != asked[0] or not 1 <= count <= most:
             raise self._failure(frame)
-        with self._place(index) as place:
+        blocks = asked[:count]
+        with self._place(blocks) as place:
             if place:
-                hasher = block_hasher()
-                self._receive_data(index, place.memory, hasher.update)
-                place.landed(hasher.digest())
+                hashers = [block_hasher() for _ in blocks]
+                for number, piece in self._wire.receive_pieces(place.memory, self._verdict):
+                    hashers[number].update(piece)
+                self._check_verdict(first)
+                place.landed([hasher.digest() for hasher in hashers])
             else:
-                data = self._elsewhere(nbytes)
-                self._receive_data(index, data, lambda _: None)
-                self._land(index, data)
+                self._receive_elsewhere(blocks)
+        return count
 
-    def _receive_data(
-        self, index: int, data: memoryview, came: Callable[[memoryview], None]
-    ) -> None:
-        """Receives a block, each piece of which `came`, and what the source says of it."""
-        for piece in self._wire.receive_pieces(data, self._verdict):
-            came(piece)
+    def _receive_elsewhere(self, blocks: Sequence[int]) -> None:
+        """Receives blocks into a buffer of this connection, and lands them out of it."""
+        sizes = [self._manifest.block(index).nbytes for index in blocks]
+        if len(self._scratch) < sum(sizes):
+            self._scratch = memoryview(bytearray(sum(sizes)))
+        ends = list(accumulate(sizes))
+        parts = [self._scratch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        for _ in self._wire.receive_pieces(parts, self._verdict):
+            pass
+        self._check_verdict(blocks[0])
+        for index, part in zip(blocks, parts, strict=True):
+            self._land(index, part)
+
+    def _check_verdict(self, first: int) -> None:
         verdict = unpack(self._verdict)
-        if verdict != (Kind.GOOD, index, self._epoch):
+        if verdict != (Kind.GOOD, first, self._epoch):
             raise self._failure(verdict)
 
-    def _place(self, index: int) -> AbstractContextManager[Place | None]:
-        return self._in_place.place(index) if self._in_place else nullcontext()
-
-    def _elsewhere(self, nbytes: int) -> memoryview:
-        """Returns a buffer of this connection, for a block that cannot be received in place."""
-        if not self._scratch:
-            self._scratch = memoryview(bytearray(BLOCK_BYTES))
-        return self._scratch[:nbytes]
+    def _place(self, blocks: Sequence[int]) -> AbstractContextManager[Place | None]:
+        return self._in_place.place(blocks) if self._in_place else nullcontext()
 
     def _failure(self, frame: Frame) -> RelayError:
         """Makes the error of a frame that is not the one that should come."""

@@ -1,12 +1,13 @@
 """Frames on a socket, and sockets that wait for a peer no longer than they must. Plain Python.
 
 A reader shows its grant (`MAGIC` and the token), and is told `WELCOME`. Then it asks for runs
-of blocks, `READ first count`, as many as it likes; each block comes as `DATA block nbytes`,
-its bytes, and `GOOD block epoch` once they are known not to have changed meanwhile. Where
-either cannot be, `FAILED` comes instead, with the reason, and is the last. `WAIT` says that
-the source waits itself. Who leaves without `DONE` may have died: its lease ends soon. All
-numbers are little-endian. Nothing here is as long as a peer says: a reader knows how long
-each block is, and a reason has a limit.
+of blocks, `READ first count`, as many as it likes. They come in runs of what is there, of
+`RUN_BLOCKS` at most: `DATA first count`, the bytes of these blocks one after another, and
+`GOOD first epoch` once they are known not to have changed meanwhile. Where either cannot be,
+`FAILED` comes instead, with the reason, and is the last. `WAIT` says that the source waits
+itself. Who leaves without `DONE` may have died: its lease ends soon. All numbers are
+little-endian. Nothing here is as long as a peer says: a reader knows how long each block is,
+and a reason has a limit.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from relay_service.core.grants import TOKEN_BYTES
 from relay_service.transports.tcp_connect import cut
 
-MAGIC = b"SEEDTCP1"
+MAGIC = b"SEEDTCP2"
 HELLO_BYTES = len(MAGIC) + TOKEN_BYTES
 REASON_BYTES = 1024
+RUN_BLOCKS = 4
+"""Blocks under one verdict. It costs both ends, and who reads from the reader waits for it."""
 STEP_SECONDS = 1.0
 """Longest that a call waits. A process that was stopped itself finds one step gone when it
 wakes, and hears what came meanwhile before it blames anybody."""
@@ -47,7 +50,8 @@ class Kind(enum.IntEnum):
     DONE = 7
 
 
-_Some = Callable[[Sequence[memoryview]], int]
+_Bytes = bytes | bytearray | memoryview
+_Some = Callable[[Sequence[_Bytes]], int]
 Frame = tuple[int, int, int]
 """Kind and its two numbers; of `FAILED` the length of its reason."""
 
@@ -79,29 +83,33 @@ class Wire:
 
         Raises `ConnectionError` when the peer has gone, `TimeoutError` when it takes too long.
         """
-        self._pass([memoryview(part) for part in parts], self._send_some)
+        self._pass(parts, self._send_some)
 
     def receive(self, *parts: bytearray | memoryview) -> None:
         """Fills all parts. Raises what `send` does."""
-        self._pass([memoryview(part) for part in parts], self._receive_some)
+        self._pass(parts, self._receive_some)
 
     def receive_pieces(
-        self, data: memoryview, after: bytearray | memoryview
-    ) -> Iterator[memoryview]:
-        """Fills `data` and what comes `after` it; yields each piece of `data` when it is there.
+        self, parts: Sequence[memoryview], after: bytearray | memoryview
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Fills `parts` and what comes `after` them.
 
-        Raises what `send` does.
+        Yields each piece when it is there, and of which part it is. Raises what `send` does.
         """
-        *most, last = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+        *most, (number, last) = [
+            (number, part[at : at + PIECE_BYTES])
+            for number, part in enumerate(parts)
+            for at in range(0, len(part), PIECE_BYTES)
+        ]
         # Being woken costs both ends more than the bytes that one is woken for. Never more than
         # what still comes for certain: the last piece is waited for with nothing behind it.
         self._wake_at(len(last))
         for piece in most:
-            self.receive(piece)
+            self.receive(piece[1])
             yield piece
         self._wake_at(1)
         self.receive(last, after)
-        yield last
+        yield number, last
 
     def receive_frame(self) -> Frame:
         """Receives one frame."""
@@ -129,9 +137,9 @@ class Wire:
         """Closes the socket."""
         self._sock.close()
 
-    def _pass(self, parts: list[memoryview], some: _Some) -> None:
-        waited = 0.0
-        while parts:
+    def _pass(self, parts: Sequence[_Bytes], some: _Some) -> None:
+        waited, left = 0.0, sum(map(len, parts))
+        while left:
             began = time.monotonic()
             try:
                 count = some(parts)
@@ -140,9 +148,12 @@ class Wire:
             else:
                 if not count:
                     raise ConnectionResetError("the connection was lost")
+            left -= count
+            if not left:
+                return
             parts = _rest(parts, count)
             waited += min(time.monotonic() - began, STEP_SECONDS)
-            if parts and waited >= self.patience_seconds:
+            if waited >= self.patience_seconds:
                 raise TimeoutError(f"silent for {self.patience_seconds:g} s")
 
     def _bound_waits(self) -> None:
@@ -158,10 +169,10 @@ class Wire:
         """Has the kernel wake whoever receives only when so many bytes are there."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
-    def _send_some(self, parts: Sequence[memoryview]) -> int:
+    def _send_some(self, parts: Sequence[_Bytes]) -> int:
         return self._sock.sendmsg(parts)
 
-    def _receive_some(self, parts: Sequence[memoryview]) -> int:
+    def _receive_some(self, parts: Sequence[_Bytes]) -> int:
         return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
 
 
@@ -178,10 +189,10 @@ class TlsWire(Wire):
     def _wake_at(self, nbytes: int) -> None:
         """Does nothing: what the kernel has is not what there is to read."""
 
-    def _send_some(self, parts: Sequence[memoryview]) -> int:
+    def _send_some(self, parts: Sequence[_Bytes]) -> int:
         return self._tls.send(parts[0])
 
-    def _receive_some(self, parts: Sequence[memoryview]) -> int:
+    def _receive_some(self, parts: Sequence[_Bytes]) -> int:
         return self._tls.recv_into(parts[0])
 
 
@@ -192,12 +203,12 @@ def wrap(sock: socket.socket, patience_seconds: float) -> Wire:
     return Wire(sock, patience_seconds)
 
 
-def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
+def _rest(parts: Sequence[_Bytes], count: int) -> list[_Bytes]:
     """Returns what is left of parts after so many bytes."""
-    left = []
+    left: list[_Bytes] = []
     for part in parts:
         done = min(count, len(part))
         count -= done
         if done < len(part):
-            left.append(part[done:])
+            left.append(memoryview(part)[done:])
     return left

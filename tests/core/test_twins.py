@@ -183,10 +183,10 @@ def test_a_block_that_another_one_receives():
     """What comes while another one receives it in its place is not verified, and not copied."""
     filling = Filling([[1, 2, 1]])
     way = Copied(filling.source.manifests, filling.receivers)
-    with way.place(0, 0) as place:
+    with way.place(0, [0]) as place:
         way.land(0, 0, memoryview(bytes(SIZE)))
-        place.memory[:] = bytes([1]) * SIZE
-        place.landed(block_digest(place.memory))
+        place.memory[0][:] = bytes([1]) * SIZE
+        place.landed([block_digest(place.memory[0])])
     assert way.missing(0) == [1]
     assert filling.receivers[0].missing == [1]
 

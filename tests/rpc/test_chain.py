@@ -244,6 +244,9 @@ async def test_no_unverified_block_is_read(chain):
     for named in (index, -1):
         with pytest.raises(NotYet), held.reading(0, epoch, named):
             pytest.fail("it was lent")
+    assert held.offered.there(0, 0, epoch, 4) == 1, "a run ends where the next block is to come"
+    with pytest.raises(NotYet, match="block 1 of"), held.reading(0, epoch, 0, 2):
+        pytest.fail("it was lent")
     receiver = held.receivers[0]
     with pytest.raises(NotYet), held.reading(0, epoch, 0):
         receiver.verified[0] = b""  # it was found wrong while it was read

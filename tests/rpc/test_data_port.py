@@ -14,7 +14,7 @@ from relay_service.core.grants import TOKEN_BYTES
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.transports import tcp_feed, tcp_server
-from relay_service.transports.tcp_wire import HELLO_BYTES, MAGIC, Kind, pack
+from relay_service.transports.tcp_wire import HELLO_BYTES, MAGIC, RUN_BLOCKS, Kind, pack
 
 ALL = list(range(LAYOUT.block_count))
 SOON_SECONDS = 20
@@ -38,16 +38,34 @@ def until(condition) -> None:
         time.sleep(0.002)
 
 
-def block_of(wire, index: int) -> bytes:
-    """Receives one block and returns its bytes."""
-    kind, block, nbytes = wire.receive_frame()
+def run_of(wire, first: int) -> list[bytes]:
+    """Receives the run that begins with a block, and returns the bytes of each."""
+    kind, block, count = wire.receive_frame()
     while kind == Kind.WAIT:
-        kind, block, nbytes = wire.receive_frame()
-    assert (kind, block, nbytes) == (Kind.DATA, index, LAYOUT.block(index).nbytes)
-    data = bytearray(nbytes)
-    wire.receive(data)
-    assert wire.receive_frame() == (Kind.GOOD, index, 1)
-    return bytes(data)
+        kind, block, count = wire.receive_frame()
+    assert (kind, block) == (Kind.DATA, first)
+    assert 1 <= count <= RUN_BLOCKS
+    blocks = [bytearray(LAYOUT.block(index).nbytes) for index in range(first, first + count)]
+    wire.receive(*blocks)
+    assert wire.receive_frame() == (Kind.GOOD, first, 1)
+    return [bytes(data) for data in blocks]
+
+
+def block_of(wire, index: int) -> bytes:
+    """Receives a run of one block and returns its bytes."""
+    (data,) = run_of(wire, index)
+    return data
+
+
+def all_right(port: Port, wire, first: int, count: int) -> bool:
+    """Whether blocks come in runs, with their bytes."""
+    end = first + count
+    while first < end:
+        for data in run_of(wire, first):
+            if not is_right(port, first, data):
+                return False
+            first += 1
+    return first == end
 
 
 def is_right(port: Port, index: int, data: bytes) -> bool:
@@ -82,12 +100,11 @@ def test_blocks_come_as_they_are_asked_for(port):
     """A reader gets each block byte for byte, run after run, and its bytes are counted."""
     (token,) = port.tokens(port.lease(), ALL)
     with port.admitted(token) as wire:
-        for first, count in ((4, 3), (0, 1), (4, 1)):
+        for first, count in ((4, 3), (0, 1), (4, 1), (0, 8)):
             wire.send(pack(Kind.READ, first, count))
-            for index in range(first, first + count):
-                assert is_right(port, index, block_of(wire, index))
+            assert all_right(port, wire, first, count)
         wire.send(pack(Kind.DONE))
-    nbytes = sum(LAYOUT.block(index).nbytes for index in (4, 5, 6, 0, 4))
+    nbytes = sum(LAYOUT.block(index).nbytes for index in (4, 5, 6, 0, 4, *ALL))
     until(lambda: port.holdings.leases.bytes_served["tcp"] == nbytes)
     until(lambda: port.grants.in_use == 0)
 
@@ -149,7 +166,8 @@ def test_weights_that_change(port):
         assert reason_of(wire).startswith("EpochChanged: ")
 
 
-def test_a_commit_while_a_block_is_sent(port):
+@pytest.mark.parametrize("run", [[5], [4, 5, 6]], ids=["one", "several"])
+def test_a_commit_while_blocks_are_sent(port, run):
     """Bytes that may be of two commits are never called good."""
     (token,) = port.tokens(port.lease(), ALL)
     arena, view = port.holding._readers._arenas[0], None
@@ -161,10 +179,9 @@ def test_a_commit_while_a_block_is_sent(port):
 
     arena.view = changing
     with port.admitted(token) as wire:
-        wire.send(pack(Kind.READ, 5, 1))
-        kind, _, nbytes = wire.receive_frame()
-        assert kind == Kind.DATA
-        wire.receive(bytearray(nbytes))
+        wire.send(pack(Kind.READ, run[0], len(run)))
+        assert wire.receive_frame() == (Kind.DATA, run[0], len(run))
+        wire.receive(*(bytearray(LAYOUT.block(index).nbytes) for index in run))
         assert reason_of(wire).startswith("EpochChanged: ")
 
 

@@ -18,7 +18,7 @@ from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged, LeaseEnded, NotYet, SourceFailed
 from relay_service.transports import tcp, tcp_wire
 from relay_service.transports.tcp import TcpTransport
-from relay_service.transports.tcp_wire import FRAME_BYTES, PIECE_BYTES, Kind, pack
+from relay_service.transports.tcp_wire import FRAME_BYTES, PIECE_BYTES, RUN_BLOCKS, Kind, pack
 
 IN_TIME_SECONDS = 5
 BLOCKS = list(range(LAYOUT.block_count))
@@ -67,6 +67,56 @@ async def test_blocks_land_where_they_are_received(script):
     for index in BLOCKS:
         block = LAYOUT.block(index)
         assert receiver._arena.view(block.offset, block.nbytes) == source.block(index)
+
+
+async def test_a_run_of_blocks(script):
+    """Blocks that come under one verdict land in their places, whatever run they are in."""
+    runs = [BLOCKS[:3], BLOCKS[3:4], BLOCKS[4:]]
+    source = script(lambda s, peer: peer.sendall(b"".join(map(s.run, runs))))
+    receiver = receiver_of(source)
+    await read(source, receiver)
+    assert receiver.complete
+    assert receiver.bytes_moved == LAYOUT.weight_bytes
+    for index in BLOCKS:
+        block = LAYOUT.block(index)
+        assert receiver._arena.view(block.offset, block.nbytes) == source.block(index)
+
+
+async def test_a_run_into_an_arena_that_only_it_writes(script):
+    """Such an arena gets a run out of a buffer, block by block."""
+    arena = BytesArena(LAYOUT.data_bytes)
+    arena.place = nothing
+    runs = [BLOCKS[:1], BLOCKS[1:5], BLOCKS[5:]]
+    source = script(lambda s, peer: peer.sendall(b"".join(map(s.run, runs))))
+    receiver = receiver_of(source, arena)
+    await read(source, receiver)
+    assert receiver.complete
+
+
+async def test_a_run_with_no_verdict(script):
+    """Of a run that was never said to be good nothing has landed, of the one before all."""
+    source = script(
+        lambda s, peer: (peer.sendall(s.run([0, 1]) + s.run([2, 3])[:-1]), peer.close())
+    )
+    receiver = receiver_of(source)
+    with pytest.raises(SourceFailed, match="lost"):
+        await read(source, receiver)
+    assert receiver.missing == BLOCKS[2:]
+
+
+async def test_a_wrong_byte_in_a_run(script):
+    """It costs its own block, and no other of the run."""
+
+    def say(script, peer) -> None:
+        message = bytearray(script.run([0, 1, 2]))
+        message[FRAME_BYTES + BLOCK_BYTES] ^= 1
+        peer.sendall(message)
+
+    source = script(say)
+    receiver = receiver_of(source)
+    with pytest.raises(CorruptBlock, match=r"rank 0, tensor w\.0, block 1"):
+        await read(source, receiver, [0, 1, 2])
+    assert receiver.missing == BLOCKS[1:2] + BLOCKS[3:]
 
 
 async def test_a_block_whose_end_comes_late(script, monkeypatch):
@@ -179,7 +229,7 @@ async def test_reasons_of_a_source(script, reason, error, after):
 
     def say(script, peer) -> None:
         data = script.block(0)
-        before = pack(Kind.DATA, 0, len(data)) + data if after else b""
+        before = pack(Kind.DATA, 0, 1) + data if after else b""
         peer.sendall(before + pack(Kind.FAILED, len(reason)) + reason)
 
     source = script(say)
@@ -192,11 +242,12 @@ async def test_reasons_of_a_source(script, reason, error, after):
 
 LIES = {
     "another block": lambda s: s.message(1),
-    "a longer block": lambda _: pack(Kind.DATA, 0, 1 << 40),
-    "a shorter block": lambda _: pack(Kind.DATA, 0, 5) + b"12345",
+    "more blocks than a run has": lambda s: s.run(BLOCKS[: RUN_BLOCKS + 1]),
+    "a run without end": lambda _: pack(Kind.DATA, 0, 1 << 40),
+    "no block": lambda _: pack(Kind.DATA, 0, 0),
     "a reason without end": lambda _: pack(Kind.FAILED, 1 << 40),
     "another epoch": lambda s: s.message(0)[:-8] + (9).to_bytes(8, "little"),
-    "no verdict": lambda s: s.message(0)[:-24] + pack(Kind.DATA, 1, 1 << 20),
+    "no verdict": lambda s: s.message(0)[:-24] + pack(Kind.DATA, 1, 1),
 }
 
 
@@ -245,7 +296,7 @@ async def test_a_read_that_is_cancelled(script):
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert time.monotonic() - began < tcp.STALL_SECONDS / 2
-    with receiver.place(1) as place:
+    with receiver.place([1]) as place:
         assert place is not None
 
 
@@ -272,13 +323,13 @@ def test_a_block_is_received_by_one_at_a_time():
     script = Script(nothing)
     receiver = receiver_of(script, BytesArena(LAYOUT.data_bytes))
     right, other = script.block(0), memoryview(bytes(len(script.block(0))))
-    with receiver.place(0) as place, receiver.place(0) as second:
+    with receiver.place([0]) as place, receiver.place([0, 1]) as second:
         assert second is None
         receiver.land(0, other)
         assert (receiver.blocks_verified, receiver.bytes_reread) == (0, len(right))
-        place.memory[:] = right
-        place.landed(block_digest(right))
+        place.memory[0][:] = right
+        place.landed([block_digest(right)])
     assert receiver.blocks_verified == 1
-    with receiver.place(0) as place:
+    with receiver.place([1, 0]) as place:
         assert place is None, "a verified block is never received over"
     script.stop()
