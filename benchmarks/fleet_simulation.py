@@ -38,8 +38,9 @@ CASES = {
 def simulate(targets: int, blocks: int, seed: int, case: str = "") -> table.Row:
     """Runs one fleet. Its clock starts when the first target may ask."""
     bound = blocks * BLOCK_SECONDS
-    fleet = Fleet(targets, blocks, random.Random(seed), **CASES.get(case, {}))  # noqa: S311
-    seconds = fleet.run(100 * bound)
+    settings = CASES.get(case, {})
+    fleet = Fleet(targets, blocks, random.Random(seed), **settings)  # noqa: S311
+    seconds = fleet.run(settings.get("start_seconds", 0.0) + 100 * bound)
     done = [node for node in fleet.targets if node.done_at]
     return {
         "method": f"{targets} targets" + (f", {case}" if case else ""), "round": seed,
