@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 import grpc
@@ -15,7 +15,7 @@ from engine_service.core.update_messages import StagePiece
 from engine_service.core.update_request import UpdateProgress
 from engine_service.core.update_session import Session
 from engine_service.core.update_sessions import UpdateSessions
-from engine_service.errors import InvalidRequest
+from engine_service.errors import EngineError, InvalidRequest
 from engine_service.rpc import convert_update as convert
 from engine_service.rpc.convert import update_to_proto
 from engine_service.rpc.status import answers, streams
@@ -23,6 +23,7 @@ from seedrelay.v1 import engine_pb2
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 0.1
+HEAR_OUT_SECONDS = 0.5
 
 
 class UpdatingRpcs:
@@ -82,7 +83,11 @@ class UpdatingRpcs:
         if first is None or not first.HasField("header"):
             raise InvalidRequest("the first message carries no header", field="header")
         tensors = [convert.header_from_proto(one) for one in first.header.tensors]
-        staged = await self._updates.push(first.header.session, tensors, _pieces(request))
+        try:
+            staged = await self._updates.push(first.header.session, tensors, _pieces(request))
+        except EngineError:
+            await _hear_out(request)
+            raise
         return engine_pb2.PushWeightsResponse(staged=convert.staged_to_proto(staged))
 
     @answers
@@ -160,3 +165,11 @@ async def _pieces(
         if not message.HasField("piece"):
             raise InvalidRequest("a header comes first, and once", field="header")
         yield convert.piece_from_proto(message.piece)
+
+
+async def _hear_out(messages: AsyncIterator[engine_pb2.PushWeightsRequest]) -> None:
+    """Lets a caller finish a short push that has failed: gRPC tells one who writes no reason."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HEAR_OUT_SECONDS):
+            async for _ in messages:
+                pass

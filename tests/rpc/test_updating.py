@@ -173,6 +173,26 @@ async def test_three_chunks_and_the_second_is_bad(stand, client):
     assert {(chunk.weight_version, chunk.epoch) for chunk in chunks} == {("v2", 2)}
 
 
+async def test_who_still_writes_is_told_why(stand, client):
+    """A push that has failed is heard out for a moment: gRPC would tell its caller no reason."""
+    session = await begin(client)
+    header, piece, *_ = _messages(engine_pb2.PushHeader(session=session, tensors=[
+        {"name": "b", "dtype": "F32", "shape": [2]}]), TENSORS[1:])  # fmt: skip
+    call, reason = client._stub.PushWeights(), ""
+    await call.write(header)
+    piece.piece.offset = 2
+    await call.write(piece)
+    async with asyncio.timeout(5):
+        while reason != "UpdateEnded":
+            with pytest.raises(CallFailed) as refused:
+                await client.commit_update(session)
+            reason = refused.value.reason
+    await call.write(piece)
+    await call.done_writing()
+    with pytest.raises(CallFailed, match="b: bytes 2 to 10 are no whole elements"):
+        await client._answer(call)
+
+
 async def test_a_push_whose_caller_is_killed(stand, client):
     """S15: its session ends with its call, and another begins at once."""
     session = await begin(client)
