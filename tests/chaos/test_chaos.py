@@ -14,9 +14,13 @@ SEEDS = (9, 17, 20, 21, 35, 41)
 """Every kind of event, fleets with one seed and with two, pairs on one host."""
 LIMIT_SECONDS = 280.0
 """All waits of a run together, were they all to be in vain."""
+SLOW = 21
+"""Two targets wait one after the other for a source that lies."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=pytest.mark.full) if s == SLOW else s for s in SEEDS]
+)
 def test_chaos(seed: int) -> None:
     """Whatever happens, targets end right or say why, and nothing is left behind."""
     done = subprocess.run(
@@ -28,7 +32,7 @@ def test_chaos(seed: int) -> None:
 
 
 def test_seeds_cover_everything() -> None:
-    """What is played in each run of the tests has every kind of event, host and transport."""
+    """What is played here has every kind of event, host and transport."""
     plans = [make_plan(seed) for seed in SEEDS]
     assert {event.kind for plan in plans for event in plan.events} == set(Kind)
     assert any(event.whom == DIRECTORY for plan in plans for event in plan.events)

@@ -59,6 +59,7 @@ def test_seed_impact_runs() -> None:
     assert all(rates.values())
 
 
+@pytest.mark.full
 def test_engine_throughput_runs() -> None:
     """Every engine generates in every case, and a prompt that was seen is answered sooner."""
     written = _run("engine_throughput")
