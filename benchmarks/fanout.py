@@ -117,7 +117,7 @@ def main() -> None:
     if options.quick:  # of two, not of eight
         figures = {"two_over_one": figures["eight_over_one"]}
     settings = {
-        "bytes": blocks * BLOCK_BYTES, "egress_limit": options.egress_limit, "transport": "grpc",
+        "bytes": blocks * BLOCK_BYTES, "egress_limit": options.egress_limit, "transport": "tcp",
         "rounds": rounds, "star_rounds": options.stars,
         "seconds": "from the moment when all pulls begin to the last block verified",
         "versions": table.versions("grpcio", "xxhash"),

@@ -88,7 +88,7 @@ class _Host:
         name = f"{self._name}-{number}"
         self._link = link = await attach(self._relay.address, name, self._fd, self._layout)
         await asyncio.sleep(max(0.0, begin - time.monotonic()))
-        options = PullOptions(source_instance=source, transport="grpc")
+        options = PullOptions(source_instance=source, transport="tcp")
         filled = await link.pull(options, lambda _: None)
         ended = time.monotonic()
         await link.return_mapping()
