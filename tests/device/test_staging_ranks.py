@@ -195,6 +195,7 @@ def test_steps_and_proofs_do_not_meet(tmp_path):
         assert ranks.tokens(PROMPTS) == expected
 
 
+@pytest.mark.full
 def test_a_rank_that_stays_away_ends_the_proof_alone(tmp_path):
     """After the collective timeout; the ranks go on serving, and the next proof is met."""
     folder = write_checkpoint(tmp_path / "a", vocab_size=200, num_hidden_layers=2)

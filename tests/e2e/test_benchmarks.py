@@ -21,6 +21,7 @@ def _run(name: str, *arguments: str) -> dict[str, Any]:
     return written
 
 
+@pytest.mark.full
 def test_relay_transports_runs() -> None:
     """The transports' benchmark moves its bytes by every method and writes its figures."""
     written = _run("relay_transports")
@@ -115,6 +116,7 @@ def test_fanout_runs() -> None:
     assert copies == {"chain 1": 1, "star 1": 1, "chain 2": 1, "star 2": 2}
 
 
+@pytest.mark.full
 def test_loading_runs() -> None:
     """A format that is processed is loaded from disk, and pulled as the same bytes."""
     written = _run("loading", "--formats", "fp8")

@@ -149,6 +149,7 @@ async def test_a_name_and_a_rank_that_are_taken_or_absent(cast: Cast, stage: Sta
     assert refused.value.code == "NOT_FOUND"
 
 
+@pytest.mark.full
 async def test_a_directory_that_hangs_and_starts_anew(stage: Stage) -> None:
     """It holds up nobody, and lists who stays, not who left or died meanwhile."""
     directory = stage.relay()

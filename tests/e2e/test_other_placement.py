@@ -45,7 +45,7 @@ def _same_weights(one: engine_pb2.EngineStatus, other: engine_pb2.EngineStatus) 
     ("name", "held", "wanted", "transport"),
     [
         ("even", 1, 2, "grpc"),
-        ("tied", 2, 1, "shm"),
+        pytest.param("tied", 2, 1, "shm", marks=pytest.mark.full),
         pytest.param("even", 2, 1, "grpc", marks=pytest.mark.full),
         pytest.param("even", 4, 2, "shm", marks=pytest.mark.full),
         pytest.param("tied", 1, 4, "shm", marks=pytest.mark.full),

@@ -181,6 +181,7 @@ async def test_no_room_on_a_rank(scene: UpdateScene) -> None:
     await scene.as_before()
 
 
+@pytest.mark.full
 async def test_a_rank_is_late(scene: UpdateScene) -> None:
     """Five updates, with a rank that lags in turn: who is told of one finds it on all ranks."""
     for number in range(5):
