@@ -238,6 +238,7 @@ async def test_a_call_whose_time_is_over(stand, client):
     with pytest.raises(DeadlineExceeded):
         async for _ in client.update(request, timeout=0.3):
             pass
+    await eventually(lambda: stand.updates.current.result is not None)
     stand.steps.release.set()
     await eventually(lambda: stand.updates.current is None)
     assert stand.instance.engine.weights.epoch == 1
