@@ -89,6 +89,15 @@ class EngineConfig:
     """Most requests that wait."""
     on_rank_death: str = "exit"
     """What follows when a rank of a ready instance dies: `exit`, or `restart` at the address."""
+    on_rank_loss: str = "fail"
+    """What follows when an expert-parallel instance that serves loses ranks: `fail`, `degrade` to
+    those that live, or `recover` what was lost."""
+    lost_experts: str = "hold"
+    """Requests while experts are lost: `hold` them, or `route` them past those, and say so."""
+    recovery_deadline_seconds: float = 120.0
+    """Time in which lost experts must be back; an instance that holds requests fails then."""
+    spare_ranks: int = 0
+    """Processes that stand ready to be ranks in the place of lost ones."""
     prefill_chunk_tokens: int = 512
     """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     keep_arena_seconds: float = 0.0
@@ -110,6 +119,8 @@ class EngineConfig:
             raise ConfigError.of(error) from error
         _one_of("load_format", self.load_format, ("disk", "dummy"))
         _one_of("on_rank_death", self.on_rank_death, ("exit", "restart"))
+        _one_of("on_rank_loss", self.on_rank_loss, ("fail", "degrade", "recover"))
+        _one_of("lost_experts", self.lost_experts, ("hold", "route"))
         _one_of("fallback", self.fallback, ("disk", "none"))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
@@ -117,13 +128,14 @@ class EngineConfig:
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         self._check_keeping()
-        for name in ("redundant_experts", "lease_wait_seconds"):
+        for name in ("redundant_experts", "lease_wait_seconds", "spare_ranks"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is below 0", field=name)
         for name in (
             "tensor_parallel_size", "expert_parallel_size", "collective_timeout_seconds",
-            "deadline_seconds", "max_context_tokens", "kv_cache_tokens", "kv_block_tokens",
-            "max_running", "max_waiting", "prefill_chunk_tokens",
+            "deadline_seconds", "recovery_deadline_seconds", "max_context_tokens",
+            "kv_cache_tokens", "kv_block_tokens", "max_running", "max_waiting",
+            "prefill_chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", field=name)

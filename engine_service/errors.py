@@ -22,7 +22,9 @@ EngineError
 │   └── FillTimeout        the deadline is over
 ├── RelayUnreachable       the relay cannot be reached
 ├── RankDied               a rank worker ended or broke the protocol
-│   └── CollectiveFailed   another rank has gone, or did not come in time
+│   ├── CollectiveFailed   another rank has gone, or did not come in time
+│   └── RanksLost          ranks have gone, and others live
+├── RecoveryFailed         what lost ranks held could not be brought back
 └── ResourceExhausted      no memory or no descriptors
 """
 
@@ -136,6 +138,14 @@ class RankDied(EngineError):
 
 class CollectiveFailed(RankDied):
     """Another rank has gone, or did not come to a collective operation in time."""
+
+
+class RanksLost(RankDied):
+    """Ranks have gone, and others live that could go on without them."""
+
+
+class RecoveryFailed(EngineError):
+    """What lost ranks held could not be brought back; it may be at the next try."""
 
 
 class ResourceExhausted(EngineError):

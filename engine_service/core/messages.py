@@ -13,6 +13,7 @@ from engine_service.core.check_messages import CheckCommand, CheckReply
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.expert_messages import ExpertCommand, ExpertReply
 from engine_service.core.load_report import LoadReport
+from engine_service.core.member_messages import MemberCommand, MemberReply
 from engine_service.core.rank_config import RankConfig
 from engine_service.core.update_messages import (
     Applied,
@@ -249,11 +250,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     Start | LoadDisk | Restore | Capture | Step | CutOff | Commit | RecordProbe | CheckProbe
-    | TrimMemory | ExpertCommand | StagingCommand | ApplyUpdate | CheckCommand
+    | TrimMemory | ExpertCommand | MemberCommand | StagingCommand | ApplyUpdate | CheckCommand
 )  # fmt: skip
 Reply = (
     Allocated | Restored | Captured | Loaded | Moved | Sampled | Recorded | Progress | Done | Failed
-    | Trimmed | ExpertReply | StagingReply | Applied | CheckReply
+    | Trimmed | ExpertReply | MemberReply | StagingReply | Applied | CheckReply
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

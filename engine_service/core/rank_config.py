@@ -33,6 +33,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_map: dict[int, Slots] = {}
     """Layers whose experts do not lie in a row."""
 
+    outlives_peers: bool = False
+    """Whether this rank goes on when another one is lost, and meets those that live."""
+    joins_later: bool = False
+    """Whether it is built alone: the others compute already, and meet it in a `Rejoin`."""
+
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks of each group."""

@@ -23,6 +23,8 @@ GATEWAY = "vllm.grpc.engine.VllmEngine"
 CONTROL = (
     "PullWeights",
     "SetExpertMap",
+    "RecoverExperts",
+    "ScaleExperts",
     "PauseGeneration",
     "ContinueGeneration",
     "FlushCache",

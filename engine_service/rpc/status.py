@@ -41,6 +41,7 @@ TABLE: dict[type[errors.EngineError], grpc.StatusCode] = {
     errors.FillTimeout: _Code.DEADLINE_EXCEEDED,
     errors.RelayUnreachable: _Code.UNAVAILABLE,
     errors.RankDied: _Code.UNAVAILABLE,
+    errors.RecoveryFailed: _Code.UNAVAILABLE,
     errors.ResourceExhausted: _Code.RESOURCE_EXHAUSTED,
 }
 """Subclasses follow their nearest base."""

@@ -40,6 +40,14 @@ class CheckMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHECK_MODE_COMPARE: _ClassVar[CheckMode]
     CHECK_MODE_DIFF: _ClassVar[CheckMode]
 
+class MembershipState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBERSHIP_STATE_UNSPECIFIED: _ClassVar[MembershipState]
+    MEMBERSHIP_STATE_WHOLE: _ClassVar[MembershipState]
+    MEMBERSHIP_STATE_DEGRADED: _ClassVar[MembershipState]
+    MEMBERSHIP_STATE_ROUTED: _ClassVar[MembershipState]
+    MEMBERSHIP_STATE_HELD: _ClassVar[MembershipState]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -63,6 +71,11 @@ CHECK_MODE_DIGEST: CheckMode
 CHECK_MODE_SNAPSHOT: CheckMode
 CHECK_MODE_COMPARE: CheckMode
 CHECK_MODE_DIFF: CheckMode
+MEMBERSHIP_STATE_UNSPECIFIED: MembershipState
+MEMBERSHIP_STATE_WHOLE: MembershipState
+MEMBERSHIP_STATE_DEGRADED: MembershipState
+MEMBERSHIP_STATE_ROUTED: MembershipState
+MEMBERSHIP_STATE_HELD: MembershipState
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -619,6 +632,130 @@ class ExpertMap(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
     def __init__(self, expert_count: _Optional[int] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
 
+class LostExperts(_message.Message):
+    __slots__ = ("layer", "experts")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("rank", "group", "pid")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    group: int
+    pid: int
+    def __init__(self, rank: _Optional[int] = ..., group: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Membership(_message.Message):
+    __slots__ = ("epoch", "state", "members", "groups_lost", "lost", "reason", "on_rank_loss", "progress")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ON_RANK_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    state: MembershipState
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    groups_lost: int
+    lost: _containers.RepeatedCompositeFieldContainer[LostExperts]
+    reason: str
+    on_rank_loss: str
+    progress: ExpertProgress
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[_Union[MembershipState, str]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., groups_lost: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostExperts, _Mapping]]] = ..., reason: _Optional[str] = ..., on_rank_loss: _Optional[str] = ..., progress: _Optional[_Union[ExpertProgress, _Mapping]] = ...) -> None: ...
+
+class ExpertProgress(_message.Message):
+    __slots__ = ("phase", "bytes_done", "bytes_total", "source", "note")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    source: str
+    note: str
+    def __init__(self, phase: _Optional[str] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., source: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class PulledUnit(_message.Message):
+    __slots__ = ("unit", "part", "bytes", "source")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    unit: str
+    part: int
+    bytes: int
+    source: str
+    def __init__(self, unit: _Optional[str] = ..., part: _Optional[int] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
+
+class ExpertReport(_message.Message):
+    __slots__ = ("map", "membership", "epoch", "weights_digest", "pulled", "bytes_pulled", "bytes_copied", "experts_moved", "ranks_started", "seconds_started", "seconds_pulled", "seconds_paused", "seconds")
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PULLED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_COPIED_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_STARTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_STARTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    map: ExpertMap
+    membership: Membership
+    epoch: int
+    weights_digest: str
+    pulled: _containers.RepeatedCompositeFieldContainer[PulledUnit]
+    bytes_pulled: int
+    bytes_copied: int
+    experts_moved: int
+    ranks_started: int
+    seconds_started: float
+    seconds_pulled: float
+    seconds_paused: float
+    seconds: float
+    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., pulled: _Optional[_Iterable[_Union[PulledUnit, _Mapping]]] = ..., bytes_pulled: _Optional[int] = ..., bytes_copied: _Optional[int] = ..., experts_moved: _Optional[int] = ..., ranks_started: _Optional[int] = ..., seconds_started: _Optional[float] = ..., seconds_pulled: _Optional[float] = ..., seconds_paused: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RecoverExpertsRequest(_message.Message):
+    __slots__ = ("replace", "source")
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    replace: bool
+    source: str
+    def __init__(self, replace: _Optional[bool] = ..., source: _Optional[str] = ...) -> None: ...
+
+class RecoverExpertsResponse(_message.Message):
+    __slots__ = ("progress", "report")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    progress: ExpertProgress
+    report: ExpertReport
+    def __init__(self, progress: _Optional[_Union[ExpertProgress, _Mapping]] = ..., report: _Optional[_Union[ExpertReport, _Mapping]] = ...) -> None: ...
+
+class ScaleExpertsRequest(_message.Message):
+    __slots__ = ("expert_parallel_size",)
+    EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    expert_parallel_size: int
+    def __init__(self, expert_parallel_size: _Optional[int] = ...) -> None: ...
+
+class ScaleExpertsResponse(_message.Message):
+    __slots__ = ("progress", "report")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    progress: ExpertProgress
+    report: ExpertReport
+    def __init__(self, progress: _Optional[_Union[ExpertProgress, _Mapping]] = ..., report: _Optional[_Union[ExpertReport, _Mapping]] = ...) -> None: ...
+
 class GetExpertMapRequest(_message.Message):
     __slots__ = ("layers",)
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -626,12 +763,14 @@ class GetExpertMapRequest(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetExpertMapResponse(_message.Message):
-    __slots__ = ("map", "epoch")
+    __slots__ = ("map", "epoch", "membership")
     MAP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     map: ExpertMap
     epoch: int
-    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    membership: Membership
+    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ...) -> None: ...
 
 class SetExpertMapRequest(_message.Message):
     __slots__ = ("layers",)
@@ -809,7 +948,7 @@ class VersionSpan(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "text", "weight_version", "epoch", "finish_reason", "usage", "version_spans", "index", "logprobs", "prompt_logprobs", "stop_token_id", "stop_text")
+    __slots__ = ("token_ids", "text", "weight_version", "epoch", "finish_reason", "usage", "version_spans", "index", "logprobs", "prompt_logprobs", "stop_token_id", "stop_text", "degraded")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -822,6 +961,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     weight_version: str
@@ -834,7 +974,8 @@ class GenerateResponse(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
     stop_token_id: int
     stop_text: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., weight_version: _Optional[str] = ..., epoch: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., stop_text: _Optional[str] = ...) -> None: ...
+    degraded: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., weight_version: _Optional[str] = ..., epoch: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., stop_text: _Optional[str] = ..., degraded: _Optional[bool] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("requests",)
@@ -919,7 +1060,7 @@ class Phase(_message.Message):
     def __init__(self, name: _Optional[str] = ..., begin_seconds: _Optional[float] = ..., end_seconds: _Optional[float] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "limits", "format", "placement", "phases", "relay", "fill", "progress", "waiting_at_gate", "pause", "update", "debug")
+    __slots__ = ("state", "reason", "instance", "generation", "model", "weight_version", "weights_digest", "epoch", "ranks", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "limits", "format", "placement", "phases", "relay", "fill", "progress", "waiting_at_gate", "pause", "update", "debug", "membership")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -945,6 +1086,7 @@ class EngineStatus(_message.Message):
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     DEBUG_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     state: _weights_pb2.InstanceState
     reason: str
     instance: str
@@ -970,7 +1112,8 @@ class EngineStatus(_message.Message):
     pause: PauseStatus
     update: UpdateProgress
     debug: DebugStatus
-    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ..., waiting_at_gate: _Optional[int] = ..., pause: _Optional[_Union[PauseStatus, _Mapping]] = ..., update: _Optional[_Union[UpdateProgress, _Mapping]] = ..., debug: _Optional[_Union[DebugStatus, _Mapping]] = ...) -> None: ...
+    membership: Membership
+    def __init__(self, state: _Optional[_Union[_weights_pb2.InstanceState, str]] = ..., reason: _Optional[str] = ..., instance: _Optional[str] = ..., generation: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[str] = ..., weights_digest: _Optional[str] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., format: _Optional[_Union[_weights_pb2.Format, _Mapping]] = ..., placement: _Optional[_Union[_weights_pb2.Placement, _Mapping]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., relay: _Optional[str] = ..., fill: _Optional[_Union[_weights_pb2.PullReport, _Mapping]] = ..., progress: _Optional[_Union[_weights_pb2.PullProgress, _Mapping]] = ..., waiting_at_gate: _Optional[int] = ..., pause: _Optional[_Union[PauseStatus, _Mapping]] = ..., update: _Optional[_Union[UpdateProgress, _Mapping]] = ..., debug: _Optional[_Union[DebugStatus, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ...) -> None: ...
 
 class PauseStatus(_message.Message):
     __slots__ = ("operator", "mode", "age_seconds")

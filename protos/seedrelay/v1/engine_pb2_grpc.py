@@ -70,6 +70,16 @@ class EngineServiceStub:
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
                 response_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
                 _registered_method=True)
+        self.RecoverExperts = channel.unary_stream(
+                '/seedrelay.v1.EngineService/RecoverExperts',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsResponse.FromString,
+                _registered_method=True)
+        self.ScaleExperts = channel.unary_stream(
+                '/seedrelay.v1.EngineService/ScaleExperts',
+                request_serializer=seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsRequest.SerializeToString,
+                response_deserializer=seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/seedrelay.v1.EngineService/PauseGeneration',
                 request_serializer=seedrelay_dot_v1_dot_engine__pb2.PauseGenerationRequest.SerializeToString,
@@ -210,6 +220,33 @@ class EngineServiceServicer:
         with `FAILED_PRECONDITION` unless the instance is ready; then nothing has
         changed. A layer that cannot be staged stays as it was; the status says which,
         and how many before it were moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecoverExperts(self, request, context):
+        """Brings back what lost ranks took with them: experts come from replicas on
+        ranks that live, from other instances through the relay, or from disk as the
+        last resort, each checked against the digest of the weights that serve. All
+        ranks take them up together, between two steps. Streams the progress; the
+        last message carries the report. A caller that leaves doesn't end it.
+
+        Fails with `FAILED_PRECONDITION` for an instance that has lost nothing, and
+        with `UNAVAILABLE` while no holder of a lost expert is found: then what
+        serves, or is held, stays as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleExperts(self, request, context):
+        """Spreads the experts over more or fewer groups of ranks while the instance
+        serves, by the means of `RecoverExperts`. Streams the progress; the last
+        message carries the report. A caller that leaves doesn't end it.
+
+        Fails with `INVALID_ARGUMENT` where fewer groups have too few slots: nothing
+        is ever lost by scaling.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -385,6 +422,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.SetExpertMap,
                     request_deserializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.FromString,
                     response_serializer=seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.SerializeToString,
+            ),
+            'RecoverExperts': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecoverExperts,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsResponse.SerializeToString,
+            ),
+            'ScaleExperts': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScaleExperts,
+                    request_deserializer=seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsRequest.FromString,
+                    response_serializer=seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsResponse.SerializeToString,
             ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
@@ -647,6 +694,60 @@ class EngineService:
             '/seedrelay.v1.EngineService/SetExpertMap',
             seedrelay_dot_v1_dot_engine__pb2.SetExpertMapRequest.SerializeToString,
             seedrelay_dot_v1_dot_engine__pb2.SetExpertMapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecoverExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/RecoverExperts',
+            seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.RecoverExpertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleExperts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/seedrelay.v1.EngineService/ScaleExperts',
+            seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsRequest.SerializeToString,
+            seedrelay_dot_v1_dot_engine__pb2.ScaleExpertsResponse.FromString,
             options,
             channel_credentials,
             insecure,
