@@ -1,4 +1,4 @@
-"""What each rank must get so that the experts lie as a new map says, and who gives it. Plain Python.
+"""What each rank must get to hold what a new map says, and who gives it. Plain Python.
 
 What a rank that lives holds is taken from there. What nobody holds is missing, and comes from
 outside: those units and no others, each once.
@@ -12,6 +12,15 @@ from typing import NamedTuple
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.member_messages import Wanted
 from relay_service.core.manifest import Manifest, Unit
+
+
+class Holder(NamedTuple):
+    """Memory that may be taken from."""
+
+    part: int
+    """Tensor-parallel part whose units lie there."""
+    manifest: Manifest
+    """Verified."""
 
 
 class Missing(NamedTuple):
@@ -46,7 +55,7 @@ class RecoveryPlan(NamedTuple):
 def plan(
     experts: ExpertMap,
     targets: Sequence[Manifest],
-    holders: Sequence[Manifest],
+    holders: Sequence[Holder],
     known: Sequence[Manifest],
     parts: int,
 ) -> RecoveryPlan:
@@ -56,9 +65,8 @@ def plan(
         experts: The new map, a row for each group.
         targets: By rank of the new members: what it holds now, as it is called there. A fresh
             rank has no digests, is called as in the new map, and wants everything.
-        holders: Memory that may be taken from, all of it verified; parts in turns as ranks are
-            (`holders[i]` is of part `i % parts`).
-        known: Like `holders`, of the instance when it was whole: the digests that all must have.
+        holders: Memory that may be taken from.
+        known: By rank of the instance when it was whole: the digests that all units must have.
         parts: Tensor-parallel ranks of each group.
     """
     raise NotImplementedError
