@@ -23,6 +23,7 @@ from engine_service.core.fill import Filler
 from engine_service.core.instance import Identity, Instance
 from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.supervisor import Supervisor
 from engine_service.errors import ConfigError, EngineError
 from engine_service.rpc import server as rpc
 from engine_service.rpc.gateway import GatewayServicer
@@ -60,8 +61,8 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
         metrics_address = await metrics.start()
     instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
-    filler = Filler(instance)
-    servicer = EngineServicer(instance, filler)
+    filler, supervisor = Filler(instance), Supervisor(instance)
+    servicer = EngineServicer(instance, filler, supervisor.recovery)
     metrics.show(UpdateCollector(instance, lambda: servicer.updates))
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)
@@ -72,8 +73,7 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     )
     tasks = [
         asyncio.create_task(rpc.follow(instance.lifecycle, health)),
-        asyncio.create_task(_fail_on_death(instance)),
-        asyncio.create_task(_run_steps(instance)),
+        asyncio.create_task(supervisor.run()),
         asyncio.create_task(BringUp(instance, filler).run()),
         asyncio.create_task(_tell_of_pauses(instance)),
     ]
@@ -127,20 +127,6 @@ def _build(config: EngineConfig, ranks: RankGroup, credentials: Credentials) -> 
     identity = Identity(config.name, uuid.uuid4().hex, model)
     open_link = functools.partial(GrpcRelayLink, credentials=credentials)
     return Instance(config, identity, ranks, Engine(scheduler, ranks), open_link)
-
-
-async def _run_steps(instance: Instance) -> None:
-    with contextlib.suppress(EngineError):  # whoever watches the ranks says why
-        await instance.engine.run()
-
-
-async def _fail_on_death(instance: Instance) -> None:
-    error = await instance.ranks.died()
-    _log.error("%s", error)
-    instance.lifecycle.to(State.FAILED, str(error))
-    instance.pauser.fail(error)
-    if instance.link:
-        await instance.link.close()
 
 
 async def _tell_of_pauses(instance: Instance) -> None:

@@ -11,7 +11,6 @@ from engine_service.core.expert_map import Slots
 from engine_service.core.rank_config import RankConfig
 from engine_service.errors import ConfigError
 from relay_service import errors as relay_errors
-from relay_service.core.format import Placement
 from relay_service.core.reclaiming import MAX_KEEP_SECONDS
 from relay_service.core.security import Security
 
@@ -171,11 +170,10 @@ class EngineConfig:
         spare = (os.cpu_count() or 2) - 1
         return self.threads or max(1, spare // self.ranks)
 
-    def placement(self, expert_map: str) -> Placement:
-        """Returns where the ranks lie, with a map of experts of this digest."""
-        return Placement(
-            self.tensor_parallel_size, self.expert_parallel_size, self.redundant_experts, expert_map
-        )
+    @property
+    def outlives(self) -> bool:
+        """Whether ranks go on when others are lost."""
+        return self.on_rank_loss != "fail" and self.expert_parallel_size > 1
 
     def of_rank(self, rank: int, generation: str, dtype: str) -> RankConfig:
         """Returns what one rank is told; `dtype` is the one it serves in, never `auto`."""
@@ -187,6 +185,7 @@ class EngineConfig:
             collective_timeout_seconds=self.collective_timeout_seconds,
             expert_parallel_size=self.expert_parallel_size,
             redundant_experts=self.redundant_experts, expert_map=dict(self.expert_map),
+            outlives_peers=self.outlives,
         )  # fmt: skip
 
     @property

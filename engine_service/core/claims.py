@@ -5,8 +5,9 @@ succeeds stays until somebody continues. Gate, steps and state follow from those
 caller who leaves, or fails, leaves everything as if it had not come:
 
     gate closed    somebody has paused, or has a claim and does not only turn away
-    steps held     the gate is closed, and the latest claim does not wait for requests
-    state          UPDATING while weights are applied, PAUSED with any claim or pause, else READY
+    steps held     the gate is closed, and the latest claim does not wait for requests;
+                   and while experts are lost
+    state          UPDATING while weights are applied or experts are lost, PAUSED with any claim or pause, else READY
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Claims:
         self._lifecycle = lifecycle
         self._claims: list[Claim] = []
         self._updating = False
+        self._held: Closing | None = None
 
     def __bool__(self) -> bool:
         """Whether anybody holds the instance, or is about to."""
@@ -91,6 +93,12 @@ class Claims:
         finally:
             self._updating = False
 
+    def hold(self, reason: str) -> None:
+        """Holds the instance still, whoever else does or does not; with no reason no longer."""
+        now = asyncio.get_running_loop().time()
+        self._held = Closing(reason, PauseMode.KEEP, now) if reason else None
+        self._settle()
+
     def close_gate(self, claim: Claim) -> None:
         """Closes the gate for a claim that has turned away long enough."""
         if claim.turns_away:
@@ -129,13 +137,13 @@ class Claims:
         """Makes gate, steps and state follow."""
         engine = self._engine
         closers = [claim for claim in self._claims if not claim.turns_away]
-        closing = self.paused or (closers[0].closing if closers else None)
+        closing = self.paused or (closers[0].closing if closers else self._held)
         if closing:
             engine.gate.close(closing)
         else:
             engine.gate.open()
         engine.scheduler.admits_new = closing is None
-        if closing and not (closers and closers[-1].drains):
+        if self._held or (closing and not (closers and closers[-1].drains)):
             engine.freeze()
         else:
             engine.thaw()
@@ -150,6 +158,8 @@ class Claims:
             state, reason = State.READY, ""
         elif self._updating:
             state, reason = State.UPDATING, "weights are being applied"
+        elif self._held:
+            state, reason = State.UPDATING, self._held.operator
         else:
             state, reason = State.PAUSED, f"paused by {closing.operator}"
         if lifecycle.state is not state:

@@ -131,21 +131,20 @@ class Engine:
     async def run(self) -> None:
         """Runs steps for ever. A step that fails ends its own streams with the error.
 
-        Raises `RankDied`, after all streams have ended.
+        Raises `RankDied`: whoever runs it decides what becomes of the streams. It may be run
+        again; what was computed last then is as if it had not been.
         """
-        try:
-            while True:
-                await self._thawed.wait()
-                async with self._stepping:
-                    ran = not self.frozen and await self._step()
-                    self.changed()
-                if not ran and not self.frozen:
-                    await self._work.wait()
-                # A step that never waits would keep the readers of its own tokens waiting.
-                await asyncio.sleep(0)
-        except RankDied as error:
-            self.fail_all(error)
-            raise
+        self.scheduler.retract(list(self.scheduler.running))
+        self._work.set()
+        while True:
+            await self._thawed.wait()
+            async with self._stepping:
+                ran = not self.frozen and await self._step()
+                self.changed()
+            if not ran and not self.frozen:
+                await self._work.wait()
+            # A step that never waits would keep the readers of its own tokens waiting.
+            await asyncio.sleep(0)
 
     async def idle(self) -> None:
         """Waits until nothing runs and nothing waits."""

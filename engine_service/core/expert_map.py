@@ -65,6 +65,16 @@ class ExpertMap(msgspec.Struct, frozen=True):
         return type(self)(self.experts, self.layers | dict(layers))
 
     @property
+    def groups(self) -> int:
+        """Groups of ranks."""
+        return len(next(iter(self.layers.values()), ()))
+
+    @property
+    def slots(self) -> int:
+        """Slots of each group in each layer."""
+        return len(next(iter(self.layers.values()), ((),))[0])
+
+    @property
     def digest(self) -> str:
         """Names the map: the same for the same places, in hexadecimal."""
         return hashlib.sha256(msgspec.msgpack.encode(sorted(self.layers.items()))).hexdigest()[:16]

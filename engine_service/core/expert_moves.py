@@ -75,6 +75,9 @@ class ExpertMoves:
                 field="update", found=turn.holder,
             )  # fmt: skip
         async with turn.taken(MOVES):
+            if known(self._instance).lost:
+                raise WrongState("experts are lost: none are moved until they are back",
+                                 field="experts", hint="see `seedrelay experts recover`")
             target, report = known(self._instance).changed(layers), MoveReport()
             self._check_ready()
             try:
@@ -133,12 +136,20 @@ class ExpertMoves:
         report.seconds_staged += time.monotonic() - began
         async with instance.engine.between_steps():
             began = time.monotonic()
-            replies = await ranks.same(MoveExperts(), ExpertsMoved)
+            replies = await self._moved()
             self._follow(old.changed({layer: slots}), replies, digests)
             report.seconds_paused += time.monotonic() - began
         report.layers += 1
         report.experts_moved += len(planned)
         report.bytes_moved += sum(reply.bytes_received for reply in staged)
+
+    async def _moved(self) -> list[ExpertsMoved]:
+        """Has all ranks put a layer into place. Without one of them nobody knows what lies where."""
+        try:
+            return await self._instance.ranks.same(MoveExperts(), ExpertsMoved)
+        except RankDied as error:
+            await self._instance.fail(f"a move of experts ended half-way: {error.message}")
+            raise
 
     def _follow(
         self,

@@ -18,6 +18,7 @@ from engine_service.core.engine import Engine
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.load_report import LoadReport
+from engine_service.core.membership import Membership, MembershipState, members_of
 from engine_service.core.messages import (
     Capture,
     Captured,
@@ -76,6 +77,8 @@ class Instance:
         self.history = VersionHistory()
         self.updating: Callable[[], UpdateProgress | None] = lambda: None
         """Says how far an update is, while there is one."""
+        self.interrupt_update: Callable[[str], object] = lambda _reason: None
+        """Ends an update that is not being applied, with a reason."""
         self.phases = Phases()
         self.codec: TextCodec | None = None
         self.has_served = False
@@ -83,6 +86,8 @@ class Instance:
         self.manifests: list[Manifest] = []
         self.experts: ExpertMap | None = None
         """Where the experts lie; none for a model without, and before the ranks are up."""
+        self.membership: Membership | None = None
+        """Who computes together; none like `experts`."""
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
@@ -98,7 +103,7 @@ class Instance:
         """Whether the first weights were those of the former life, which a relay kept."""
         self.touched = False
         """Whether anything but zeros may lie in the arenas."""
-        self._open_link = open_link
+        self.open_link = open_link
         self.files: dict[str, bytes] = {}
         """Small files of the model, by name; empty until they are known."""
         self._capturing: asyncio.Future[None] | None = None
@@ -111,7 +116,17 @@ class Instance:
     @property
     def placement(self) -> Placement:
         """Where the ranks lie."""
-        return self.config.placement(self.experts.digest if self.experts else "")
+        parts = self.config.tensor_parallel_size
+        if self.experts is None:
+            return Placement(parts, self.config.expert_parallel_size)
+        spare = self.experts.groups * self.experts.slots - self.experts.experts
+        return Placement(parts, self.experts.groups, max(0, spare), self.experts.digest)
+
+    @property
+    def told_state(self) -> State:
+        """What a relay is told: nobody is filled by an instance that has lost experts."""
+        lost = self.experts is not None and bool(self.experts.lost)
+        return State.UPDATING if lost and self.lifecycle.serves else self.lifecycle.state
 
     @property
     def progress(self) -> FillProgress | None:
@@ -148,11 +163,14 @@ class Instance:
             return
         with self.phases.measure("allocate"):
             await self.ranks.allocate(
-                [Start(self._told(rank), files) for rank in range(len(self.ranks.workers))]
+                [Start(self.told(rank), files) for rank in range(len(self.ranks.workers))]
             )
         self._limit_context()
         self.manifests = [arena.manifest for arena in self.ranks.arenas]
         self.experts = self.ranks.arenas[0].experts
+        if self.experts:
+            members = members_of(self.ranks.workers, self.config.tensor_parallel_size)
+            self.membership = Membership(epoch=1, state=MembershipState.WHOLE, members=members)
 
     async def capture(self) -> None:
         """Builds the model and captures it, once; whoever comes later waits for that."""
@@ -183,7 +201,7 @@ class Instance:
     def link_to(self, relay: str) -> RelayLink:
         """Returns the link to the relay of this host. Raises `WrongState` for another one."""
         if self.link is None:
-            self.link = self._open_link(relay)
+            self.link = self.open_link(relay)
         elif self.link.address != relay:
             raise WrongState(
                 f"attached to {self.link.address} already",
@@ -225,6 +243,11 @@ class Instance:
         self.lent = False
         return moved
 
+    def attach_anew(self) -> None:
+        """Has the relay see the arenas of other ranks than before; the link does it by itself."""
+        if self.link:
+            self.link.detach()
+
     async def tell_relay(self) -> None:
         """Tells the relay, if there is one, how the instance changed."""
         if self.link:
@@ -234,7 +257,7 @@ class Instance:
         """Describes the instance as it is now."""
         return Attach(
             instance=self.identity.name, generation=self.identity.generation,
-            model=self.identity.model, state=self.lifecycle.state,
+            model=self.identity.model, state=self.told_state,
             format=Format(self.ranks.arenas[0].facts), placement=self.placement,
             weights=self.engine.weights, manifests=tuple(self.manifests),
             artifacts=self.files, probe=self.probe,
@@ -274,7 +297,8 @@ class Instance:
         if most < limits.max_context_tokens:
             self.engine.scheduler.limits = dataclasses.replace(limits, max_context_tokens=most)
 
-    def _told(self, rank: int) -> RankConfig:
+    def told(self, rank: int) -> RankConfig:
+        """Returns what a rank is told at its start."""
         config = self.config
         dtype = stated_dtype(self.files) if config.dtype == "auto" else config.dtype
         return config.of_rank(rank, self.identity.generation, dtype)

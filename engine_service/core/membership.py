@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
+
+from engine_service.core.rank_worker import RankWorker
 
 
 class MembershipState(StrEnum):
@@ -42,6 +44,11 @@ class Membership:
     """Experts that no rank holds, by layer."""
     reason: str = ""
     """Why ranks were lost last, or why they could not be recovered."""
+
+
+def members_of(workers: Sequence[RankWorker], parts: int) -> tuple[Member, ...]:
+    """Returns the ranks of groups of so many `parts`, in order."""
+    return tuple(Member(rank, rank // parts, worker.pid) for rank, worker in enumerate(workers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

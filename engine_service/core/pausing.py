@@ -125,6 +125,10 @@ class Pauser:
                     if self._lifecycle.state is State.FAILED:
                         self.fail(NotReady(f"the instance has failed: {self._lifecycle.reason}"))
 
+    def hold(self, reason: str) -> None:
+        """Lets nothing run while experts are lost, whatever callers say; no reason ends it."""
+        self._claims.hold(reason)
+
     def flush(self) -> int:
         """Empties the prefix cache; returns how many blocks that freed. Never takes held ones."""
         pool = self._engine.scheduler.pool

@@ -19,6 +19,7 @@ import msgspec
 
 from engine_service import errors
 from engine_service.core.messages import Command, Failed, Progress, Reply, decode_reply, encode
+from engine_service.core.update_messages import DropStaging
 from relay_service.core.channel import AsyncChannel, ChannelClosed
 
 R = TypeVar("R", bound=Reply)
@@ -42,9 +43,12 @@ class RankStream:
         self.channel = channel
         self.progress: tuple[int, int] = (0, 0)
         """Bytes done and bytes in all of the command in work."""
+        self.owed = 0
+        """Commands that are not answered yet."""
 
     async def send(self, command: Command, *descriptors: int) -> None:
         """Puts a command on the stream. Raises `RankDied`."""
+        self.owed += 1
         try:
             await self.channel.send(encode(command), descriptors)
         except ChannelClosed as error:
@@ -52,19 +56,29 @@ class RankStream:
 
     async def reply(self, kind: type[R]) -> R:
         """Waits for the answer to the oldest command. Raises what the rank reports."""
+        reply = await self._answer()
+        if isinstance(reply, Failed):
+            raise _error_of(reply)
+        if isinstance(reply, kind):
+            return reply
+        raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
+
+    async def settle(self) -> None:
+        """Hears out what nobody waits for any more. Raises `RankDied`."""
+        while self.owed:
+            await self._answer()
+        self.channel.drop_descriptors()
+
+    async def _answer(self) -> Reply:
         while True:
             try:
                 reply = decode_reply(await self.channel.receive())
             except (ChannelClosed, msgspec.MsgspecError) as error:
                 raise self._died() from error
-            if isinstance(reply, Progress):
-                self.progress = (reply.bytes_done, reply.bytes_total)
-            elif isinstance(reply, Failed):
-                raise _error_of(reply)
-            elif isinstance(reply, kind):
+            if not isinstance(reply, Progress):
+                self.owed -= 1
                 return reply
-            else:
-                raise errors.RankDied(f"rank {self.rank} answered {type(reply).__name__}")
+            self.progress = (reply.bytes_done, reply.bytes_total)
 
     def _died(self) -> errors.RankDied:
         return errors.RankDied(
@@ -82,6 +96,30 @@ class RankWorker(RankStream):
         super().__init__(rank, process.pid, channel)
         self.process = process
         self.staging = RankStream(rank, process.pid, staging)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is no more."""
+        return self.process.returncode is not None
+
+    def call(self, rank: int) -> None:
+        """Gives it another number."""
+        self.rank = self.staging.rank = rank
+
+    async def settled(self) -> None:
+        """Hears out what both streams still owe. Raises `RankDied`."""
+        await self.settle()
+        if self.staging.owed:
+            await self.staging.send(DropStaging())
+        await self.staging.settle()
+
+    async def kill(self) -> None:
+        """Ends the process at once, whatever it does: one that is stopped, too."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        self.channel.close()
+        self.staging.channel.close()
 
     async def stop(self) -> None:
         """Ends the process, kindly at first."""

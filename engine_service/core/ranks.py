@@ -1,11 +1,11 @@
-"""The rank workers of an instance, commanded together and in one order. Plain Python."""
+"""The rank workers of an instance: who they are, and what lies in their arenas. Plain Python."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,8 +22,9 @@ from engine_service.core.messages import (
     Sampled,
     Step,
 )
+from engine_service.core.rank_commands import RankCommands
 from engine_service.core.rank_worker import RankWorker, spawn
-from engine_service.core.replies import cause, failures_of, quiet
+from engine_service.core.spare_ranks import SpareRanks
 from engine_service.core.staging_streams import StagingStreams
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
@@ -31,80 +32,42 @@ from relay_service.core.manifest import Manifest
 R = TypeVar("R", bound=Reply)
 
 
-class RankGroup:
-    """All ranks of an instance. Every command goes to all of them, in one order.
+class Parted(NamedTuple):
+    """A rank that belongs to the group no longer, and its arena."""
 
-    A command that needs no other rank (loading, sealing) may fail on one alone: the others
-    stay in step. One that fails on one rank before they have met costs the others the
-    collective timeout; then they answer `CollectiveFailed` and end, and so does the group.
-    No next command is sent before all have answered, so collectives never pair wrongly.
-    """
+    worker: RankWorker
+    descriptors: list[int]
 
-    def __init__(self, workers: list[RankWorker], rendezvous_fd: int = -1) -> None:
-        """`rendezvous_fd` is the memory file in which the workers meet; the group owns it."""
-        self.workers = workers
+
+class RankGroup(RankCommands):
+    """All ranks of an instance. Every command goes to all of them, in one order."""
+
+    def __init__(
+        self, workers: list[RankWorker], rendezvous_fd: int = -1, *, outlives: bool = False,
+        spares: SpareRanks | None = None,
+    ) -> None:  # fmt: skip
+        """`rendezvous_fd` is the memory file in which the workers meet; the group owns it.
+
+        Ranks that `outlives` may lose each other: see `settle` and `part`.
+        """
+        super().__init__(workers, outlives=outlives)
+        self.spares = spares or SpareRanks(0)
         self._rendezvous_fd = rendezvous_fd
-        self._broken: errors.RankDied | None = None
         self._lost = False
         self.arenas: list[Allocated] = []
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
-        self._ordered = asyncio.Lock()
-        self._staging = StagingStreams(workers)
 
     @staticmethod
-    async def spawn(ranks: int, threads: int) -> RankGroup:
-        """Starts the worker processes; they import and wait."""
+    async def spawn(
+        ranks: int, threads: int, *, outlives: bool = False, spares: int = 0
+    ) -> RankGroup:
+        """Starts the worker processes, and some to stand ready; they import and wait."""
         shared = (os.memfd_create("seedrelay-rendezvous"),) if ranks > 1 else ()
         workers = [await spawn(rank, threads, shared) for rank in range(ranks)]
-        return RankGroup(workers, *shared)
-
-    async def all(
-        self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = ()
-    ) -> list[R]:
-        """Gives each rank its command and returns their answers, by rank.
-
-        Raises what went wrong first, once every rank has answered, or at once when a rank
-        has died: the others would wait for it. Nothing is sent to a group that lost one.
-        A caller that is cancelled does not disturb the order: its answers are still awaited.
-        Of `descriptors`, if there are any, each rank gets one; they stay the caller's.
-        """
-        running = asyncio.ensure_future(self._all(commands, kind, list(map(os.dup, descriptors))))
-        return await asyncio.shield(quiet(running))
-
-    async def _all(
-        self, commands: Sequence[Command], kind: type[R], descriptors: list[int]
-    ) -> list[R]:
-        async with self._ordered:
-            try:
-                self._check()
-                await self._send(commands, descriptors)
-            finally:
-                _close(descriptors)
-            replies = [asyncio.ensure_future(worker.reply(kind)) for worker in self.workers]
-            failures = await failures_of(replies)
-            died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
-            self._broken = self._broken or died  # who gave it up has said why already
-        if failures:
-            raise cause(failures)
-        return [reply.result() for reply in replies]
-
-    def _check(self) -> None:
-        """Raises what ended the group, on whichever stream."""
-        if ended := self._broken or self._staging.broken:
-            raise ended
-
-    async def _send(self, commands: Sequence[Command], descriptors: list[int]) -> None:
-        try:
-            for rank, (worker, command) in enumerate(zip(self.workers, commands, strict=True)):
-                await worker.send(command, *descriptors[rank : rank + 1])
-        except errors.RankDied as error:
-            self._broken = error
-            raise
-
-    async def same(self, command: Command, kind: type[R]) -> list[R]:
-        """Gives every rank the same command."""
-        return await self.all([command] * len(self.workers), kind)
+        ready = SpareRanks(threads, shared)
+        await ready.fill(spares)
+        return RankGroup(workers, *shared, outlives=outlives, spares=ready)
 
     async def stage(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         """Gives each rank a command that stages weights; like `all`, while steps go on.
@@ -112,8 +75,8 @@ class RankGroup:
         A collective that failed ends the update, not the group. A caller that is cancelled
         gives up: what was staged is dropped.
         """
-        self._check()
-        return await self._staging.all(commands, kind)
+        self.check()
+        return await self.staging.all(commands, kind)
 
     async def stage_same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command that stages weights."""
@@ -124,8 +87,8 @@ class RankGroup:
 
         Raises what `stage` does.
         """
-        self._check()
-        return await self._staging.lend()
+        self.check()
+        return await self.staging.lend()
 
     @property
     def staging_progress(self) -> list[tuple[int, int]]:
@@ -152,7 +115,7 @@ class RankGroup:
         moved = await self.same(CutOff(), Moved)
         for rank, worker in enumerate(self.workers):
             fresh = worker.channel.take_descriptors(len(self.descriptors[rank]))
-            _close(self.descriptors[rank])
+            close_all(self.descriptors[rank])
             self.descriptors[rank] = fresh
         return [reply.manifest for reply in moved]
 
@@ -165,30 +128,12 @@ class RankGroup:
         """Runs one step. Raises `RankDied` when the ranks did not sample the same tokens."""
         replies = await self.same(Step(rows), Sampled)
         if any(reply.tokens != replies[0].tokens for reply in replies):
-            raise self._give_up("the ranks sampled different tokens: weights differ")
+            raise self.give_up("the ranks sampled different tokens: weights differ")
         for rank, reply in enumerate(replies):
             if reply.page_kind:
                 arena = msgspec.structs.replace(self.arenas[rank], page_kind=reply.page_kind)
                 self.arenas[rank] = arena
         return replies[0]
-
-    async def in_time(self, command: Command, kind: type[R], seconds: float) -> list[R]:
-        """Gives every rank the same command, and ends them all when one takes longer.
-
-        For what cannot be left half done. Raises `RankDied` then.
-        """
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.same(command, kind)
-        except TimeoutError:
-            name = type(command).__name__
-            raise self._give_up(f"{name} took a rank longer than {seconds:g} s") from None
-
-    def _give_up(self, reason: str) -> errors.RankDied:
-        self._broken = errors.RankDied(reason)
-        for worker in self.workers:
-            worker.process.kill()  # whoever watches them ends the instance
-        return self._broken
 
     @property
     def lost(self) -> bool:
@@ -197,7 +142,8 @@ class RankGroup:
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
-        waits = [asyncio.ensure_future(worker.process.wait()) for worker in self.workers]
+        workers = list(self.workers)
+        waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -206,24 +152,76 @@ class RankGroup:
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
         self._lost = True
-        worker, status = self.workers[rank], waits[rank].result()
-        told = self._broken and (status >= 0 or "rank" not in self._broken.details)
-        reason = f": {self._broken}" if told else ""
+        worker, status = workers[rank], waits[rank].result()
+        told = self.broken and (status >= 0 or "rank" not in self.broken.details)
+        reason = f": {self.broken}" if told else ""
         return errors.RankDied(
             f"rank {rank} (process {worker.pid}) has died with status {status}{reason}",
             rank=str(rank),
         )
 
+    async def settle(self, seconds: float) -> list[int]:
+        """Waits until all have answered what they still owe; returns those that are lost.
+
+        Whoever has died is, and whoever does not answer in time: it is ended, so that it
+        cannot come back. Afterwards the others owe nothing.
+        """
+        self.staging.abandon(self.broken or errors.RanksLost("ranks were lost"))
+        async with self.ordered:
+            settling = [asyncio.ensure_future(worker.settled()) for worker in self.workers]
+            await asyncio.wait(settling, timeout=seconds)
+            lost = []
+            for rank, (worker, done) in enumerate(zip(self.workers, settling, strict=True)):
+                silent = not done.done()
+                done.cancel()
+                if silent or done.exception() or worker.has_ended:
+                    await worker.kill()
+                    lost.append(rank)
+            return lost
+
+    def part(self, leaving: Iterable[int]) -> list[Parted]:
+        """Goes on without some ranks, which are returned; the others get new numbers.
+
+        No command may be in work, and none be owed an answer.
+        """
+        gone, ranks = set(leaving), range(len(self.workers))
+        parted = [Parted(self.workers[r], self.descriptors[r]) for r in sorted(gone)]
+        stay = [rank for rank in ranks if rank not in gone]
+        self.arenas = [self.arenas[rank] for rank in stay]
+        self.descriptors = [self.descriptors[rank] for rank in stay]
+        self._are([self.workers[rank] for rank in stay])
+        return parted
+
+    def adopt(self, others: RankGroup) -> None:
+        """Takes in the ranks of another group, which has none then, behind its own."""
+        self.arenas += others.arenas
+        self.descriptors += others.descriptors
+        self._are([*self.workers, *others.workers])
+        others.workers, others.arenas, others.descriptors = [], [], []
+
+    async def fresh(self, ranks: int) -> RankGroup:
+        """Returns a group of its own, of so many new processes that could join this one."""
+        first = len(self.workers)
+        workers = [await self.spares.take(first + number) for number in range(ranks)]
+        return RankGroup(workers, outlives=True)
+
     async def stop(self) -> None:
         """Ends every worker and lets go of the arenas."""
-        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        await asyncio.gather(*(worker.stop() for worker in self.workers), self.spares.stop())
         while self.descriptors:
-            _close(self.descriptors.pop())
+            close_all(self.descriptors.pop())
         if self._rendezvous_fd >= 0:
             os.close(self._rendezvous_fd)
             self._rendezvous_fd = -1
 
+    def _are(self, workers: list[RankWorker]) -> None:
+        self.workers = workers
+        for rank, worker in enumerate(workers):
+            worker.call(rank)
+        self.staging, self.broken, self._lost = StagingStreams(workers), None, False
 
-def _close(descriptors: list[int]) -> None:
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes descriptors."""
     for fd in descriptors:
         os.close(fd)

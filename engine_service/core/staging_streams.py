@@ -22,6 +22,7 @@ class StagingStreams:
     def __init__(self, workers: Sequence[RankWorker]) -> None:
         self._workers = workers
         self._ordered = asyncio.Lock()
+        self._abandoned = asyncio.Event()
         self.broken: BaseException | None = None
         """That a rank has died; nothing is sent any more."""
 
@@ -48,6 +49,11 @@ class StagingStreams:
             work.add_done_callback(_close_all)
             raise
 
+    def abandon(self, error: errors.RankDied) -> None:
+        """Ends whatever is staged with an error; answers that ranks still owe nobody reads here."""
+        self.broken = self.broken or error
+        self._abandoned.set()
+
     async def _lend(self) -> list[list[int]]:
         async with self._ordered:
             replies = await self._ask([LendStaging()] * len(self._workers), Lent, asyncio.Event())
@@ -71,8 +77,12 @@ class StagingStreams:
             raise errors.WrongState("staging was given up")
         await self._send(commands)
         replies = [asyncio.ensure_future(stream.reply(kind)) for stream in self._streams]
-        failures = await self._answered(replies, gone)
-        self.broken = next((f for f in failures if died(f, errors.CollectiveFailed)), None)
+        try:
+            failures = await self._answered(replies, gone)
+        finally:
+            for reply in replies:
+                reply.cancel()
+        self.broken = self.broken or next((f for f in failures if died(f, errors.CollectiveFailed)), None)
         if failures:
             raise cause(failures)
         return [reply.result() for reply in replies]
@@ -83,10 +93,16 @@ class StagingStreams:
         """Waits for all. When the caller goes, ranks drop what they are at, and answer that too."""
         answers = asyncio.ensure_future(failures_of(replies, past=errors.CollectiveFailed))
         leaving = asyncio.ensure_future(gone.wait())
-        await asyncio.wait([answers, leaving], return_when=asyncio.FIRST_COMPLETED)
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
+        waits = [answers, leaving, abandoned]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
+        abandoned.cancel()
         if answers.done():
             return answers.result()
+        if self.broken:
+            answers.cancel()
+            raise self.broken
         await self._send([DropStaging()] * len(self._workers))
         failures = await answers
         if not any(died(one, errors.CollectiveFailed) for one in failures):

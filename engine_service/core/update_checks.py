@@ -21,6 +21,11 @@ def check_serves(instance: Instance, wanted: WeightUpdate) -> None:
             f"{instance.identity.name} is {state}: weights that serve can be updated",
             field="state", expected="READY or PAUSED", found=str(state),
         )  # fmt: skip
+    if instance.experts and instance.experts.lost:
+        raise WrongState(
+            "experts are lost: weights are updated when they are back", field="experts",
+            hint="see `seedrelay experts recover`",
+        )  # fmt: skip
     if wanted.base_digest and wanted.base_digest != weights.digest:
         raise WrongState(
             "other weights serve than those that the update is for", field="base_digest",

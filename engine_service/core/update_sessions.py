@@ -71,6 +71,7 @@ class UpdateSessions:
         self.current: Session | None = None
         self.tally = UpdateTally()
         instance.updating = lambda: self.current.progress if self.current else None
+        instance.interrupt_update = self._interrupt
 
     async def begin(self, wanted: WeightUpdate, caller: Caller) -> Session:
         """Begins a session; a repeated call with the same key returns the one that it began.
@@ -80,6 +81,10 @@ class UpdateSessions:
         """
         session, _ = await self._begin_once(wanted, caller)
         return session
+
+    def _interrupt(self, reason: str) -> None:
+        if self.current and not self.current.is_committing:
+            self.current.end(Result.ABORTED, reason)
 
     def session(self, name: str) -> Session:
         """Returns a session. Raises `UpdateEnded` for one that is not known, or not any more."""

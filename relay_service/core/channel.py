@@ -164,6 +164,10 @@ class AsyncChannel:
         """
         return self._frames.take(count)
 
+    def drop_descriptors(self) -> None:
+        """Closes every descriptor that came along so far and that nobody took."""
+        self._frames.close()
+
     def peer_credentials(self) -> tuple[int, int]:
         """Returns the process id and user id of the other side (unix(7), SO_PEERCRED)."""
         raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

@@ -1,0 +1,148 @@
+"""Commands to the ranks of an instance, in one order. Plain Python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from engine_service import errors
+from engine_service.core.messages import Command, Reply
+from engine_service.core.rank_worker import RankWorker
+from engine_service.core.replies import cause, failures_of, quiet
+from engine_service.core.staging_streams import StagingStreams
+
+R = TypeVar("R", bound=Reply)
+
+
+class Passed(NamedTuple):
+    """A command, and a descriptor that goes along."""
+
+    command: Command
+    descriptor: int
+    """Stays the caller's."""
+
+
+class RankCommands:
+    """The workers, and what they are told.
+
+    A command that needs no other rank (loading, sealing) may fail on one alone: the others
+    stay in step. One that fails on one rank before they have met costs the others the
+    collective timeout; then they answer `CollectiveFailed`. No next command is sent before all
+    have answered, so collectives never pair wrongly, and none at all to a group that has lost
+    a rank: it has ended, unless its ranks outlive each other.
+    """
+
+    def __init__(self, workers: list[RankWorker], *, outlives: bool) -> None:
+        """Ranks that `outlives` may lose each other, and go on when that is settled."""
+        self.workers = workers
+        self.outlives = outlives
+        self.staging = StagingStreams(workers)
+        self.broken: errors.RankDied | None = None
+        """Why no command is sent any more."""
+        self.ordered = asyncio.Lock()
+        """Held while a command is in work."""
+        self.quiet_since = time.monotonic()
+        """When all ranks had answered last."""
+
+    async def all(
+        self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = ()
+    ) -> list[R]:
+        """Gives each rank its command and returns their answers, by rank.
+
+        Raises what went wrong first, once every rank has answered, or at once when a rank
+        has died: the others would wait for it. Nothing is sent to a group that lost one.
+        A caller that is cancelled does not disturb the order: its answers are still awaited.
+        Of `descriptors`, if there are any, each rank gets one; they stay the caller's.
+        """
+        passed = {
+            rank: Passed(command, os.dup(descriptors[rank]) if descriptors else -1)
+            for rank, command in enumerate(commands)
+        }
+        return await self._shielded(passed, kind)
+
+    async def some(self, commands: Mapping[int, Passed], kind: type[R]) -> list[R]:
+        """Gives some ranks a command that needs no other rank; like `all`."""
+        passed = {
+            rank: Passed(command, os.dup(descriptor) if descriptor >= 0 else -1)
+            for rank, (command, descriptor) in sorted(commands.items())
+        }
+        return await self._shielded(passed, kind)
+
+    async def same(self, command: Command, kind: type[R]) -> list[R]:
+        """Gives every rank the same command."""
+        return await self.all([command] * len(self.workers), kind)
+
+    async def in_time(self, command: Command, kind: type[R], seconds: float) -> list[R]:
+        """Gives every rank the same command; see `all_in_time`."""
+        return await self.all_in_time([command] * len(self.workers), kind, seconds)
+
+    async def all_in_time(
+        self, commands: Sequence[Command], kind: type[R], seconds: float
+    ) -> list[R]:
+        """Gives each rank its command, and ends whoever takes longer.
+
+        For what cannot be left half done. Raises `RankDied` then. Ranks that do not outlive
+        each other end all.
+        """
+        name = type(commands[0]).__name__
+        return await self.bounded(self.all(commands, kind), name, seconds)
+
+    async def bounded(self, asked: Awaitable[list[R]], name: str, seconds: float) -> list[R]:
+        """Waits for what was asked under a name; see `all_in_time`."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await asked
+        except TimeoutError:
+            late = [one for one in self.workers if not self.outlives or one.owed]
+            raise self.give_up(f"{name} took a rank longer than {seconds:g} s", late) from None
+
+    def give_up(self, reason: str, late: Iterable[RankWorker] = ()) -> errors.RankDied:
+        """Ends ranks, all unless some are named; returns what to tell."""
+        self.broken = errors.RankDied(reason)
+        for worker in late or self.workers:
+            worker.process.kill()  # whoever watches them ends the instance, or goes on
+        return self.broken
+
+    def check(self) -> None:
+        """Raises what ended the group, on whichever stream."""
+        if ended := self.broken or self.staging.broken:
+            raise ended
+
+    async def _shielded(self, passed: Mapping[int, Passed], kind: type[R]) -> list[R]:
+        running = asyncio.ensure_future(self._ask(passed, kind))
+        return await asyncio.shield(quiet(running))
+
+    async def _ask(self, passed: Mapping[int, Passed], kind: type[R]) -> list[R]:
+        async with self.ordered:
+            try:
+                self.check()
+                await self._send(passed)
+            finally:
+                _close(passed.values())
+            asked = [self.workers[rank] for rank in passed]
+            replies = [asyncio.ensure_future(worker.reply(kind)) for worker in asked]
+            failures = await failures_of(replies)
+            died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
+            self.broken = self.broken or died  # who gave it up has said why already
+            self.quiet_since = time.monotonic()
+        if failures:
+            raise cause(failures)
+        return [reply.result() for reply in replies]
+
+    async def _send(self, passed: Mapping[int, Passed]) -> None:
+        try:
+            for rank, (command, descriptor) in passed.items():
+                along = () if descriptor < 0 else (descriptor,)
+                await self.workers[rank].send(command, *along)
+        except errors.RankDied as error:
+            self.broken = error
+            raise
+
+
+def _close(passed: Iterable[Passed]) -> None:
+    for one in passed:
+        if one.descriptor >= 0:
+            os.close(one.descriptor)

@@ -1,0 +1,203 @@
+"""Runs the steps of an instance, and decides what follows when it loses ranks. Plain Python.
+
+    steps run → a rank dies, hangs or fails → who lives? → they meet anew → steps run
+                                                 └ nobody, or it may not: FAILED
+
+While that is decided no step runs: the steps have ended with the loss, and requests go back to
+the queue. Where every expert has a replica left, or requests may do without some, service goes
+on at once; else they are held. What was lost is brought back beside that, by `recovery`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from engine_service.core.expert_moves import known
+from engine_service.core.formation import Formation
+from engine_service.core.instance import Instance
+from engine_service.core.member_messages import Beat
+from engine_service.core.membership import RecoverOptions
+from engine_service.core.messages import Done
+from engine_service.core.ranks import close_all
+from engine_service.core.recovery import Memory, Recovery
+from engine_service.errors import EngineError, NotReady, RankDied, RanksLost
+from relay_service.core.instance import State
+
+RETRY_SECONDS = 1.0
+MOST_FALSE_ALARMS = 3
+"""Times in a row that ranks may fail to meet though all of them live."""
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Keeps one instance going."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._formation = Formation(instance)
+        self.recovery = Recovery(instance, self._formation)
+        self._recovering: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Returns when the instance has failed for good."""
+        try:
+            while True:
+                error = await self._until_lost()
+                try:
+                    await self._survive(error)
+                except EngineError as fatal:
+                    await self._give_up(fatal)
+                    return
+        finally:
+            await self._stop_recovering()
+            self.recovery.close()
+
+    async def _until_lost(self) -> RankDied:
+        """Runs steps until a rank is lost; returns what to tell."""
+        instance = self._instance
+        waits = [
+            asyncio.ensure_future(instance.engine.run()),
+            asyncio.ensure_future(instance.ranks.died()),
+            asyncio.ensure_future(self._beats()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.wait(waits)
+        steps, died, beats = waits
+        if not died.cancelled():
+            return died.result()
+        ended = steps if beats.cancelled() else beats
+        error = ended.exception()
+        if not isinstance(error, RankDied):
+            raise error or AssertionError("steps have ended")
+        if not self._may_survive:
+            instance.engine.fail_all(error)
+            return await instance.ranks.died()  # which says why
+        return error
+
+    async def _beats(self) -> None:
+        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`."""
+        ranks, patience = self._instance.ranks, self._instance.config.collective_timeout_seconds
+        while True:
+            await asyncio.sleep(max(0.0, ranks.quiet_since + patience / 2 - time.monotonic()) + 0.05)
+            if not self._may_survive or ranks.ordered.locked():
+                await asyncio.sleep(patience / 2)
+            elif time.monotonic() - ranks.quiet_since >= patience / 2:
+                await ranks.in_time(Beat(), Done, patience)
+
+    @property
+    def _may_survive(self) -> bool:
+        instance = self._instance
+        return instance.ranks.outlives and instance.lifecycle.serves
+
+    async def _survive(self, error: RankDied) -> None:
+        """Has those that live go on. Raises what ends the instance."""
+        instance, began = self._instance, time.monotonic()
+        if not self._may_survive:
+            raise error
+        _log.error("a rank is lost: %s", error)
+        await self._stop_recovering()
+        instance.interrupt_update("a rank was lost")
+        async with instance.engine.between_steps():  # a commit comes to its end
+            if not self._may_survive:
+                raise error
+            self._formation.begin()
+            await self._regroup(error)
+        _log.warning("decided in %.2f s: %s", time.monotonic() - began, instance.membership)
+        instance.attach_anew()
+        self._recovering = asyncio.create_task(self._recover())
+
+    async def _regroup(self, error: RankDied) -> None:
+        """Decides who lives, until those have met."""
+        instance = self._instance
+        lost_before = instance.membership.groups_lost if instance.membership else 0
+        alarms, reason = 0, str(error)
+        while True:
+            groups = await self._part()
+            lost_before += groups
+            alarms = 0 if groups else alarms + 1
+            if alarms > MOST_FALSE_ALARMS:
+                raise error
+            experts = known(instance)
+            if not experts.groups:
+                raise RanksLost(f"no group of ranks is left: {reason}")
+            routes = bool(experts.lost) and instance.config.lost_experts == "route"
+            try:
+                await self._formation.form(
+                    experts, reason=reason, groups_lost=lost_before, routes=routes
+                )
+            except RankDied as another:
+                reason = str(another)
+                continue
+            break
+        lost = sum(map(len, experts.lost.values()))
+        instance.engine.set_degraded(routes)
+        instance.pauser.hold(f"{lost} experts are lost: {reason}" if lost and not routes else "")
+
+    async def _part(self) -> int:
+        """Ends groups that have lost a rank; returns how many of the map's these are."""
+        instance, ranks, parts = self._instance, self._instance.ranks, self._formation.parts
+        experts, count = known(instance), len(ranks.workers)
+        silent = set(await ranks.settle(instance.config.collective_timeout_seconds))
+        lost = {rank // parts for rank in silent if rank // parts < experts.groups}
+        # Groups behind the map's were about to become members, and did not.
+        gone = [r for r in range(count) if r // parts in lost or r // parts >= experts.groups]
+        held = dict(enumerate(instance.manifests)) if self._formation.sound else {}
+        for rank, one in zip(gone, ranks.part(gone), strict=True):
+            _log.warning("rank %d (process %d) is no member any more", rank, one.worker.pid)
+            await one.worker.kill()
+            if rank in silent or rank not in held:
+                close_all(one.descriptors)
+            else:
+                self.recovery.salvage.append(Memory(rank % parts, held[rank], one.descriptors))
+        instance.experts = experts.without(lost)
+        instance.manifests = [one for r, one in enumerate(instance.manifests) if r not in gone]
+        return len(lost)
+
+    async def _recover(self) -> None:
+        """Brings back what was lost, if that is wanted; ends an instance that holds too long."""
+        instance, config = self._instance, self._instance.config
+        deadline, reason = time.monotonic() + config.recovery_deadline_seconds, "nobody was asked"
+        while instance.membership and instance.membership.groups_lost:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if config.on_rank_loss == "recover":
+                try:
+                    async with asyncio.timeout(left):
+                        await self.recovery.recover(RecoverOptions())
+                except RankDied:
+                    return  # whoever runs the steps decides anew
+                except EngineError as error:
+                    reason = error.message
+                    self._formation.note(reason)
+                    _log.warning("not recovered: %s", reason)
+                except TimeoutError:
+                    await self.recovery.interrupt()
+                    break
+            await asyncio.sleep(min(RETRY_SECONDS, left))
+        lost = instance.membership.lost if instance.membership else {}
+        if lost and instance.config.lost_experts == "hold":
+            error = NotReady(f"lost experts did not come back in time: {reason}")
+            await instance.fail(str(error))
+            instance.pauser.fail(error)
+
+    async def _stop_recovering(self) -> None:
+        task, self._recovering = self._recovering, None
+        if task:
+            task.cancel()
+            await asyncio.wait([task])
+        await self.recovery.interrupt()
+
+    async def _give_up(self, error: EngineError) -> None:
+        instance = self._instance
+        _log.error("%s", error)
+        instance.lifecycle.to(State.FAILED, str(error))
+        instance.pauser.fail(error)
+        if instance.link:
+            await instance.link.close()
