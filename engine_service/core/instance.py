@@ -18,6 +18,7 @@ from engine_service.core.engine import Engine
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.load_report import LoadReport
+from engine_service.core.membership import Membership
 from engine_service.core.messages import (
     Capture,
     Captured,
@@ -28,9 +29,16 @@ from engine_service.core.messages import (
 from engine_service.core.model_files import stated_dtype
 from engine_service.core.pausing import Pauser
 from engine_service.core.phases import Phases
-from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
+from engine_service.core.ports import (
+    ExpertRecovery,
+    FillProgress,
+    FillReport,
+    OpenLink,
+    RelayLink,
+)
 from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup
+from engine_service.core.recovery_tally import RecoveryTally
 from engine_service.core.replies import quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.turn import Turn
@@ -83,6 +91,11 @@ class Instance:
         self.manifests: list[Manifest] = []
         self.experts: ExpertMap | None = None
         """Where the experts lie; none for a model without, and before the ranks are up."""
+        self.membership: Membership | None = None
+        """Which ranks compute together; none for a model without experts, and before they do."""
+        self.recovery: ExpertRecovery | None = None
+        """Brings back what lost ranks held; none where ranks cannot be replaced."""
+        self.recoveries = RecoveryTally()
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
