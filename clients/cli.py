@@ -16,6 +16,7 @@ from clients import (
     cli_model,
     cli_pause,
     cli_serve,
+    cli_serve_relay,
     cli_show,
     cli_status,
     cli_update,
@@ -61,7 +62,7 @@ SERVICES, REQUESTS, WEIGHTS = "Services", "Requests", "Weights"
 MODELS = "Models"
 
 app.command("engine", rich_help_panel=SERVICES)(cli_serve.engine)
-app.command("relay", rich_help_panel=SERVICES)(cli_serve.relay)
+app.command("relay", rich_help_panel=SERVICES)(cli_serve_relay.relay)
 app.command("status", rich_help_panel=SERVICES)(cli_status.status)
 for name, command in cli_pause.COMMANDS.items():
     app.command(name, rich_help_panel=REQUESTS)(command)
@@ -103,6 +104,9 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Go on at the model's end tokens.")] = False,
+    refuse_degraded: Annotated[
+        bool, typer.Option("--refuse-degraded", help="Fail rather than go without lost experts.")
+    ] = False,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the call fails.")] = None,
     json_: Json = False,
     credentials: Credentials,
@@ -116,15 +120,17 @@ def generate(
         sampling.structure.json_schema = json_schema
     if n > 1 and not json_:
         raise typer.BadParameter("several answers are shown with --json only", param_hint="--n")
-    request = engine_pb2.GenerateRequest(sampling=sampling)
+    request = engine_pb2.GenerateRequest(sampling=sampling, refuse_degraded=refuse_degraded)
     if chat:
         request.chat.messages.add(role="user", content=prompt)
     else:
         request.text = prompt
 
     async def stream() -> None:
+        degraded = False
         async with EngineClient(engine, credentials) as client:
             async for message in client.generate(request, deadline):
+                degraded |= message.degraded
                 if json_:
                     say(json.dumps(report.chunk(message)))
                 else:
@@ -132,6 +138,8 @@ def generate(
                     sys.stdout.flush()
         if not json_:
             say("")
+            if degraded:
+                cli_show.degraded()
 
     run(stream(), as_json=json_)
 

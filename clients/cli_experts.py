@@ -1,24 +1,29 @@
-"""`seedrelay experts`: shows where the experts of an engine lie, and moves them."""
+"""`seedrelay experts`: shows where experts lie, moves them, brings them back, spreads them."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clients import report
-from clients.cli_run import refuse, run, say
+from clients import expert_table, report_experts
+from clients.cli_run import Failure, refuse, run, say
 from clients.cli_security import with_credentials
 from clients.credentials import Credentials
 from clients.engine import EngineClient
+from clients.progress import ExpertProgressBar
 from seedrelay.v1 import engine_pb2
 
-app = typer.Typer(no_args_is_help=True, help="Show and change which rank holds which expert.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show and change which rank holds which expert, and how many ranks there are.",
+)
 
 Engine = Annotated[str, typer.Argument(help="Address of an engine, HOST:PORT.")]
+DEADLINE = "Seconds to wait; the engine goes on after it."
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 
@@ -39,9 +44,9 @@ def show(
         async with EngineClient(engine, credentials) as client:
             found = await client.expert_map(layer or ())
         if json_:
-            say(json.dumps({**report.expert_map(found.map), "epoch": found.epoch}))
+            say(json.dumps(report_experts.found_map(found)))
         else:
-            _table(found.map)
+            expert_table.show(found.map, found.membership)
 
     run(work(), as_json=json_)
 
@@ -52,9 +57,7 @@ def set_(
     engine: Engine,
     map_: Annotated[Path, typer.Option("--map", help="JSON file: layers, as `show` prints them.")],
     *,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds to wait; the engine goes on after it.")
-    ] = None,
+    deadline: Annotated[float | None, typer.Option(help=DEADLINE)] = None,
     json_: Json = False,
     credentials: Credentials,
 ) -> None:
@@ -77,24 +80,83 @@ def set_(
         async with EngineClient(engine, credentials) as client:
             done = await client.set_expert_map(asked, deadline)
         if json_:
-            say(json.dumps(report.expert_moves(done)))
+            say(json.dumps(report_experts.expert_moves(done)))
             return
         say(f"{done.experts_moved} experts moved in {done.layers_changed} layers, "
             f"{done.bytes_moved} bytes between ranks, {done.seconds_staged:.3f} s to fetch, "
             f"{done.seconds_paused:.3f} s paused")  # fmt: skip
-        _table(done.map)
+        expert_table.show(done.map)
 
     run(work(), as_json=json_)
 
 
-def _table(shown: engine_pb2.ExpertMap) -> None:
-    """Prints a line per layer and group of ranks."""
-    parts = shown.placement.tensor_parallel_size
-    say(f"{'layer':>5}  {'ranks':>7}  experts (* also elsewhere)")
-    for layer in shown.layers:
-        replicas = Counter(expert for group in layer.groups for expert in group.experts)
-        for number, group in enumerate(layer.groups):
-            first, last = number * parts, (number + 1) * parts - 1
-            ranks = str(first) if first == last else f"{first}-{last}"
-            held = " ".join(f"{e}{'*' if replicas[e] > 1 else ''}" for e in group.experts)
-            say(f"{layer.layer:>5}  {ranks:>7}  {held}")
+@app.command()
+@with_credentials
+def recover(
+    engine: Engine,
+    *,
+    source: Annotated[
+        str, typer.Option("--from", help="Only source: an instance of the fleet, or disk.")
+    ] = "",
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Start ranks anew, also where slots of others suffice."),
+    ] = False,
+    deadline: Annotated[float | None, typer.Option(help=DEADLINE, min=0.001)] = None,
+    json_: Json = False,
+    credentials: Credentials,
+) -> None:
+    """Bring back what lost ranks held: from ranks that live, other instances, or disk."""
+
+    async def work() -> None:
+        async with EngineClient(engine, credentials) as client:
+            asked = client.recover_experts(replace=replace, source=source, timeout=deadline)
+            _show_done(await _followed(asked), as_json=json_)
+
+    run(work(), as_json=json_)
+
+
+@app.command()
+@with_credentials
+def scale(
+    engine: Engine,
+    ep: Annotated[int, typer.Option(help="Groups of --tp ranks that there shall be.", min=1)],
+    *,
+    deadline: Annotated[float | None, typer.Option(help=DEADLINE, min=0.001)] = None,
+    json_: Json = False,
+    credentials: Credentials,
+) -> None:
+    """Spread the experts over more or fewer groups of ranks, while the engine serves."""
+
+    async def work() -> None:
+        async with EngineClient(engine, credentials) as client:
+            _show_done(await _followed(client.scale_experts(ep, deadline)), as_json=json_)
+
+    run(work(), as_json=json_)
+
+
+async def _followed(
+    asked: AsyncIterator[engine_pb2.RecoverExpertsResponse | engine_pb2.ScaleExpertsResponse],
+) -> engine_pb2.ExpertReport:
+    """Shows how far it is until it is done."""
+    done = None
+    with ExpertProgressBar() as bar:
+        async for message in asked:
+            bar.show(message.progress)
+            done = message.report if message.HasField("report") else None
+    if done is None:
+        raise Failure("the engine ended without a report")
+    return done
+
+
+def _show_done(done: engine_pb2.ExpertReport, *, as_json: bool) -> None:
+    if as_json:
+        say(json.dumps(report_experts.expert_report(done)))
+        return
+    say(f"{len(done.pulled)} units and {done.bytes_pulled} bytes came from outside, "
+        f"{done.bytes_copied} bytes from other ranks, {done.experts_moved} experts moved, "
+        f"{done.ranks_started} ranks started, paused {done.seconds_paused:.3f} s, "
+        f"{done.seconds:.2f} s in all")  # fmt: skip
+    for one in done.pulled:
+        say(f"  {one.unit} part {one.part}: {one.bytes} bytes from {one.source}")
+    expert_table.show(done.map, done.membership)

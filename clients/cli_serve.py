@@ -1,47 +1,20 @@
-"""`seedrelay engine` and `seedrelay relay`: run a service in the foreground."""
+"""`seedrelay engine`: runs an engine service in the foreground."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
-from collections.abc import Coroutine
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-from clients.cli_run import refuse, say_error
+from clients import serving
+from clients.cli_run import refuse
 from clients.cli_security import with_security
+from clients.serving import Insecure, Listen, LogFormat, LogFormats, Metrics
 from relay_service.core import logs
 from relay_service.core.security import Security
-
-
-class LogFormats(StrEnum):
-    """What lines on stderr look like."""
-
-    text = "text"
-    json = "json"
-
-
-T = TypeVar("T")
-_TUNABLES = (
-    # Copies of a block go past the cache, as that of a whole arena would anyway.
-    "glibc.cpu.x86_non_temporal_threshold=0x80000:"
-    # Messages of a stream reuse memory instead of faulting in new pages for each.
-    "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
-)
-
-Listen = Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 picks a free one.")]
-LogFormat = Annotated[LogFormats, typer.Option(help="Lines on stderr for people, or JSON.")]
-Metrics = Annotated[
-    str, typer.Option("--metrics-listen", help="HOST:PORT for Prometheus; none unless named.")
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Listen beyond loopback also without TLS and tokens.")
-]
 
 
 @with_security
@@ -106,6 +79,18 @@ def engine(
     prefill_chunk_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens that one step computes.")
     ] = 512,
+    on_rank_loss: Annotated[
+        str, typer.Option(help="fail, degrade or recover, when --ep loses ranks and others live.")
+    ] = "fail",
+    lost_experts: Annotated[
+        str, typer.Option(help="hold or route: requests while no rank holds some experts.")
+    ] = "hold",
+    recovery_deadline: Annotated[
+        float, typer.Option(help="Seconds in which lost experts must be back.")
+    ] = 120,
+    spare_ranks: Annotated[
+        int, typer.Option(help="Processes that stand ready in the place of lost ranks.", min=0)
+    ] = 0,
     on_rank_death: Annotated[
         str, typer.Option(help="exit or restart, when a rank dies that has served.")
     ] = "exit",
@@ -144,107 +129,14 @@ def engine(
             max_context_tokens=max_context_tokens, kv_cache_tokens=kv_cache_tokens,
             max_running=max_running, max_waiting=max_waiting,
             prefill_chunk_tokens=prefill_chunk_tokens, on_rank_death=on_rank_death,
+            on_rank_loss=on_rank_loss, lost_experts=lost_experts,
+            recovery_deadline_seconds=recovery_deadline, spare_ranks=spare_ranks,
             grace_seconds=grace, keep_arena_seconds=keep_arena,
             security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
         )  # fmt: skip
     except (ConfigError, ValueError) as error:
         refuse(error)
     logs.set_up(log_format, config.name)
-    if address := _serve(serve(config), EngineError):
+    if address := serving.serve(serve(config), EngineError):
         # A process image of its own, as fresh as after a start by hand; the pid stays.
-        _execute(*sys.orig_argv[1:], "--listen", address)
-
-
-@with_security
-def relay(
-    listen: Listen,
-    *,
-    data_listen: Annotated[
-        str,
-        typer.Option(help="HOST:PORT of the data port; by default a free one where it listens."),
-    ] = "",
-    data_connections: Annotated[
-        int,
-        typer.Option(help="Connections, 1 to 4, to read from a data port over; 0 to choose."),
-    ] = 0,
-    join: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Relay that is the directory, HOST:PORT; several by commas, or repeated."
-        ),
-    ] = None,
-    advertise: Annotated[str, typer.Option(help="Address that other relays shall use.")] = "",
-    egress_limit: Annotated[
-        str, typer.Option(help="Such as 250MiB/s, for all readers; 0 for no limit.")
-    ] = "",
-    egress_limit_per_instance: Annotated[
-        str, typer.Option(help="Such as 100MiB/s, for the readers of each instance; 0 for none.")
-    ] = "",
-    ingress_limit: Annotated[
-        str, typer.Option(help="Such as 250MiB/s, for all that is filled here; 0 for no limit.")
-    ] = "",
-    nice: Annotated[
-        int,
-        typer.Option(help="How far engines come first where CPUs are short.", min=0, max=19),
-    ] = 5,
-    grace: Annotated[float, typer.Option(help="Seconds for running calls at SIGTERM.", min=0)] = 10,
-    metrics_listen: Metrics = "",
-    log_format: LogFormat = LogFormats.text,
-    insecure: Insecure = False,
-    security: Security,
-) -> None:
-    """Run a relay service: one per host."""
-    _tune_libc()
-    _yield_to_engines(nice)
-    from relay_service.app import serve
-    from relay_service.config import DATA_CONNECTIONS, RelayConfig
-    from relay_service.core.rate import parse_rate
-    from relay_service.errors import ConfigError, RelayError
-
-    try:
-        config = RelayConfig(
-            listen=listen, data_listen=data_listen,
-            data_connections=data_connections or DATA_CONNECTIONS,
-            join=",".join(join or ()), advertise=advertise, grace_seconds=grace,
-            egress_limit_bytes_per_second=parse_rate(egress_limit),
-            egress_limit_per_instance_bytes_per_second=parse_rate(egress_limit_per_instance),
-            ingress_limit_bytes_per_second=parse_rate(ingress_limit),
-            security=replace(security, insecure=insecure), metrics_listen=metrics_listen,
-        )  # fmt: skip
-    except (ConfigError, ValueError) as error:
-        refuse(error)
-    logs.set_up(log_format)
-    _serve(serve(config), RelayError)
-
-
-def _tune_libc() -> None:
-    """Starts this process anew with the C library's settings for moving blocks.
-
-    glibc reads them at exec only; other C libraries ignore them. Whoever sets
-    GLIBC_TUNABLES keeps the word.
-    """
-    if "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = _TUNABLES
-        _execute(*sys.orig_argv[1:])
-
-
-def _yield_to_engines(nice: int) -> None:
-    """Lets whoever generates go first; threads that begin later do the same.
-
-    Who started this process with a still lower priority keeps the word.
-    """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, max(before, nice))
-
-
-def _execute(*arguments: str) -> None:
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606
-
-
-def _serve(service: Coroutine[Any, Any, T], failures: type[Exception]) -> T:
-    try:
-        return asyncio.run(service)
-    except failures as error:
-        say_error(error)
-        raise typer.Exit(1) from None
+        serving.execute(*sys.orig_argv[1:], "--listen", address)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
-from clients import fleet_table, report, report_debug, report_relay
+from clients import fleet_table, report, report_debug, report_membership, report_relay
 from clients.cli_run import say
 from relay_service.core.match import Match
 from seedrelay.v1 import engine_pb2, weights_pb2
@@ -23,6 +24,10 @@ def engine(status: engine_pb2.EngineStatus, *, as_json: bool) -> None:
         f"{shown['weights_digest'] or '(none)'}, epoch {shown['epoch']}")  # fmt: skip
     say(f"  running {shown['running']}, waiting {shown['waiting']}, "
         f"KV {shown['kv_blocks_used']}/{shown['kv_blocks_total']} blocks")  # fmt: skip
+    if members := shown["membership"]:
+        say(f"  {report_membership.line(members)}")
+        if how_far := members["progress"]:
+            say(f"  experts: {report_membership.progress_line(how_far)}")
     if closed := shown["pause"]:
         say(f"  gate closed for {closed['age_seconds']:.1f} s by {closed['operator']} "
             f"({closed['mode']}), {shown['waiting_at_gate']} requests wait at it")  # fmt: skip
@@ -101,6 +106,11 @@ def forgotten(instance: str, *, as_json: bool) -> None:
         say(json.dumps({"instance": instance}))
     else:
         say(f"the arena of {instance} is kept no longer")
+
+
+def degraded() -> None:
+    """Says on stderr that an answer is not what the whole model would have said."""
+    print("degraded: experts were lost, others served in their place", file=sys.stderr)  # noqa: T201
 
 
 def _cut_anew(how: str) -> str:

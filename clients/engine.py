@@ -141,6 +141,35 @@ class EngineClient(UpdateCalls):
         done = await self._answer(self._stub.SetExpertMap(request, timeout=timeout))
         return done
 
+    async def recover_experts(
+        self, *, replace: bool = False, source: str = "", timeout: float | None = None
+    ) -> AsyncIterator[engine_pb2.RecoverExpertsResponse]:
+        """Brings back what lost ranks held; the last message carries the report.
+
+        Args:
+            replace: Start ranks in the place of lost ones, also where slots of others suffice.
+            source: The only source, an instance or `disk`; empty for any.
+            timeout: Seconds to follow it; the engine goes on after that, and when this is left.
+        """
+        request = engine_pb2.RecoverExpertsRequest(replace=replace, source=source)
+        call = self._stub.RecoverExperts(request, timeout=timeout)
+        async with aclosing(self._stream(call)) as responses:
+            async for response in responses:
+                yield response
+
+    async def scale_experts(
+        self, groups: int, timeout: float | None = None
+    ) -> AsyncIterator[engine_pb2.ScaleExpertsResponse]:
+        """Spreads the experts over so many groups of ranks; the last message carries the report.
+
+        The engine goes on after `timeout` seconds, and when this is left.
+        """
+        request = engine_pb2.ScaleExpertsRequest(expert_parallel_size=groups)
+        call = self._stub.ScaleExperts(request, timeout=timeout)
+        async with aclosing(self._stream(call)) as responses:
+            async for response in responses:
+                yield response
+
     async def check(
         self, request: engine_pb2.CheckWeightsRequest, timeout: float | None = None
     ) -> engine_pb2.CheckWeightsResponse:

@@ -1,4 +1,4 @@
-"""Shows how far a pull or an update is, on stderr: a bar on a terminal, else plain lines."""
+"""Shows how far a pull, an update or a recovery is, on stderr: a bar on a terminal, or lines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MIB = 1 << 20
 class _Bar:
     """One transfer's progress."""
 
-    moving = ""
-    """Phase in which bytes move."""
+    moving: tuple[str, ...] = ()
+    """Phases in which bytes move."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -63,7 +63,7 @@ class _Bar:
             self._bar.update(self._task, description=words, total=total or None, completed=done)
         elif phase != self._phase or time.monotonic() - self._said_at > LINE_SECONDS:
             self._phase, self._said_at = phase, time.monotonic()
-            moves = total and phase == self.moving
+            moves = total and phase in self.moving
             line = words + (self._rate(done, total) if moves else "")
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
@@ -79,7 +79,7 @@ class _Bar:
 class PullProgressBar(_Bar):
     """How far a pull is."""
 
-    moving = "transferring"
+    moving = ("transferring",)
 
     def show(self, progress: weights_pb2.PullProgress) -> None:
         """Shows a step."""
@@ -90,11 +90,23 @@ class PullProgressBar(_Bar):
 class UpdateProgressBar(_Bar):
     """How far an update is."""
 
-    moving = "staging"
+    moving = ("staging",)
 
     def show(self, progress: engine_pb2.UpdateProgress) -> None:
         """Shows a step."""
         words = f"{progress.phase}{': ' + progress.note if progress.note else ''}"
+        self._show(progress.phase, words, progress.bytes_done, progress.bytes_total)
+
+
+class ExpertProgressBar(_Bar):
+    """How far a recovery or a scaling of experts is."""
+
+    moving = ("copying", "pulling", "reading", "staging")
+
+    def show(self, progress: engine_pb2.ExpertProgress) -> None:
+        """Shows a step."""
+        where = f" from {progress.source}" if progress.source else ""
+        words = f"{progress.phase}{where}{': ' + progress.note if progress.note else ''}"
         self._show(progress.phase, words, progress.bytes_done, progress.bytes_total)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients import report_pause
+from clients import report_membership, report_pause
 from seedrelay.v1 import engine_pb2, weights_pb2
 
 
@@ -54,6 +54,7 @@ def engine_status(status: engine_pb2.EngineStatus) -> dict[str, Any]:
             "prefill_chunk_tokens": status.limits.prefill_chunk_tokens,
         },
         "placement": placement(status.placement),
+        "membership": report_membership.membership(status.membership),
         "format_fingerprint": status.format.fingerprint,
         "progress": progress(status.progress) if status.HasField("progress") else None,
         "update": update_progress(status.update) if status.HasField("update") else None,
@@ -72,32 +73,6 @@ def placement(message: weights_pb2.Placement) -> dict[str, Any]:
         "expert_parallel_size": message.expert_parallel_size,
         "redundant_experts": message.redundant_experts,
         "expert_map": message.expert_map,
-    }
-
-
-def expert_map(message: engine_pb2.ExpertMap) -> dict[str, Any]:
-    """Returns where experts lie: a layer's slots by group of ranks, and digests by expert."""
-    return {
-        "expert_count": message.expert_count,
-        "placement": placement(message.placement),
-        "layers": {
-            str(one.layer): [list(group.experts) for group in one.groups] for one in message.layers
-        },
-        "digests": {str(one.layer): [d.hex() for d in one.digests] for one in message.layers},
-    }
-
-
-def expert_moves(message: engine_pb2.SetExpertMapResponse) -> dict[str, Any]:
-    """Returns what a change of the map did."""
-    return {
-        **expert_map(message.map),
-        "epoch": message.epoch,
-        "weights_digest": message.weights_digest,
-        "layers_changed": message.layers_changed,
-        "experts_moved": message.experts_moved,
-        "bytes_moved": message.bytes_moved,
-        "seconds_staged": message.seconds_staged,
-        "seconds_paused": message.seconds_paused,
     }
 
 
@@ -178,6 +153,8 @@ def chunk(message: engine_pb2.GenerateResponse) -> dict[str, Any]:
         "weight_version": message.weight_version,
         "epoch": message.epoch,
     }
+    if message.degraded:
+        shown["degraded"] = True
     if message.logprobs:
         shown["logprobs"] = [_position(one) for one in message.logprobs]
     if message.finish_reason:

@@ -127,6 +127,7 @@ class EngineConfig:
         _one_of("compiled", self.compiled, ("auto", "require", "off"))
         _one_of("device", self.device, ("cpu", "cuda"))
         self._check_keeping()
+        self._check_losses()
         for name in ("redundant_experts", "lease_wait_seconds", "spare_ranks"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is below 0", field=name)
@@ -151,6 +152,23 @@ class EngineConfig:
             raise ConfigError(
                 "an arena is kept by a relay, by the name of its instance, in memory of the host",
                 field=field, hint="name --relay and --instance-name, with --device cpu",
+            )  # fmt: skip
+
+    def _check_losses(self) -> None:
+        field = "on_rank_loss" if self.on_rank_loss != "fail" else "spare_ranks"
+        if self.on_rank_loss == "fail" and not self.spare_ranks:
+            return
+        if self.expert_parallel_size < 2:
+            raise ConfigError(
+                "without a second group of ranks nobody outlives a loss", field=field,
+                expected="expert_parallel_size above 1", found=str(self.expert_parallel_size),
+                hint="name --ep above 1, or leave --on-rank-loss fail",
+            )  # fmt: skip
+        if self.device != "cpu":
+            raise ConfigError(
+                "a captured graph of a CUDA device keeps the ranks it was captured with",
+                field=field, expected="device cpu", found=self.device,
+                hint="use --device cpu, or leave --on-rank-loss fail",
             )  # fmt: skip
 
     @property

@@ -25,6 +25,8 @@ class Ending:
     prompt_tokens: int
     completion_tokens: int
     spans: list[Span]
+    degraded: bool
+    """Whether any of its tokens is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Piece:
     reused_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     ending: Ending | None = None
+    degraded: bool = False
+    """Whether its tokens were made while experts were lost, by others in their place."""
 
     def joined(self, later: Piece) -> Piece:
         """Returns this piece and the next one of the same answer as one."""
@@ -49,7 +53,7 @@ class Piece:
             index=self.index, weights=later.weights, tokens=self.tokens + later.tokens,
             text=self.text + later.text, logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
-            reused_tokens=later.reused_tokens, ending=later.ending,
+            reused_tokens=later.reused_tokens, ending=later.ending, degraded=later.degraded,
         )  # fmt: skip
 
 
@@ -91,14 +95,14 @@ async def gathered(pieces: AsyncGenerator[Piece], interval: int) -> AsyncGenerat
     """Joins pieces until they have `interval` tokens: fewer messages, each of them later.
 
     The first piece of an answer is not held back, nor the last one, and none holds tokens
-    of two weights.
+    of two weights, or some that are degraded and some that aren't.
     """
     begun: set[int] = set()
     held: dict[int, Piece] = {}
     async with aclosing(pieces):
         async for piece in pieces:
             before = held.pop(piece.index, None)
-            if before and before.weights != piece.weights:
+            if before and (before.weights, before.degraded) != (piece.weights, piece.degraded):
                 yield before
                 before = None
             joined = before.joined(piece) if before else piece
@@ -119,6 +123,7 @@ class _Answer:
         self._stops = StopFinder(request.stop_texts, shows_stop=request.shows_stop)
         self._spans = Spans()
         self._reused = 0
+        self._degraded = False
         self.has_ended = False
 
     def take(self, event: TokenEvent) -> Piece:
@@ -128,6 +133,7 @@ class _Answer:
         if event.token is not None:
             self._spans.add(event.weights)
             self._reused = event.reused
+            self._degraded |= event.degraded
             if event.token in self._request.stop_ids and finish is Finish.STOP:
                 stop = event.token
             else:
@@ -145,6 +151,7 @@ class _Answer:
             logprobs=(event.logprobs,) if event.logprobs else (),
             prompt_logprobs=event.prompt_logprobs,
             reused_tokens=self._reused, ending=self._ending(finish, stop) if finish else None,
+            degraded=event.degraded,
         )  # fmt: skip
 
     def broken(self, weights: Weights) -> Piece:
@@ -161,4 +168,5 @@ class _Answer:
         return Ending(
             finish=finish, stop=stop, prompt_tokens=len(self._request.prompt),
             completion_tokens=self._spans.tokens, spans=self._spans.spans,
+            degraded=self._degraded,
         )  # fmt: skip

@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 from engine_service.core.gate import Gate, Ticket
 from engine_service.core.messages import Row, Sampled
 from engine_service.core.ports import Runner
+from engine_service.core.prefix import apart
 from engine_service.core.request import Finish, GenerationRequest, Sequence, answers_to
 from engine_service.core.rows import row_of
 from engine_service.core.scheduler import Scheduler
-from engine_service.errors import EngineError, RankDied, WrongState
+from engine_service.errors import EngineError, NotReady, RankDied, WrongState
 from relay_service.core.instance import Weights
 
 
@@ -34,6 +35,7 @@ class Engine:
         self._thawed.set()
         self._changed = asyncio.Event()
         self._stepping = asyncio.Lock()
+        self._degradations = 0
 
     def submit(
         self, request: GenerationRequest, answers: int = 1, ticket: Ticket | None = None
@@ -41,8 +43,9 @@ class Engine:
         """Queues a request; all its answers publish to one queue of events.
 
         Whoever submits must `end` every answer, whatever happens. One whose `ticket` was
-        aborted has ended. Raises `InvalidRequest`, `QueueFull`, `RequestExists`, or
-        `WrongState` where another version serves than it demands.
+        aborted has ended. Raises `InvalidRequest`, `QueueFull`, `RequestExists`,
+        `WrongState` where another version serves than it demands, or `NotReady` where it
+        refuses to be answered while experts are lost.
         """
         if ticket and ticket.aborted:
             sequences = answers_to(request, answers)
@@ -50,6 +53,8 @@ class Engine:
             return sequences
         if request.weight_version not in ("", self.weights.version):
             raise _another_version(request, self.weights)
+        if request.refuses_degraded and self.degraded:
+            raise _degraded()
         sequences = self.scheduler.add(request, answers)
         self._work.set()
         return sequences
@@ -108,6 +113,29 @@ class Engine:
         self.changed()
 
     @property
+    def degraded(self) -> bool:
+        """Whether tokens are marked: experts are lost, and others serve in their place."""
+        return self.scheduler.degraded
+
+    def set_degraded(self, degraded: bool) -> None:  # noqa: FBT001 (a setter)
+        """Marks tokens from now on, or no longer. Within `between_steps` alone.
+
+        To be called at every further loss, too: what runs goes back to the queue, and its KV is
+        computed anew, so that no token rests on KV of other experts than its own. Requests that
+        refuse such tokens fail.
+        """
+        if not (degraded or self.degraded):
+            return
+        scheduler = self.scheduler
+        scheduler.degraded = degraded
+        self._degradations += degraded
+        scheduler.retract(scheduler.running)
+        if degraded:
+            refusing = [one for one in scheduler.waiting if one.request.refuses_degraded]
+            scheduler.fail(refusing, _degraded())
+        self.changed()
+
+    @property
     def frozen(self) -> bool:
         """Whether no step begins."""
         return not self._thawed.is_set()
@@ -163,7 +191,7 @@ class Engine:
 
     async def _step(self) -> bool:
         """Runs a step; returns False when there is nothing to do."""
-        weights = self.weights
+        weights = apart(self.weights, self._degradations) if self.degraded else self.weights
         batch = self.scheduler.schedule(weights)
         if not batch:
             self._work.clear()
@@ -196,6 +224,13 @@ class Engine:
         if len(sampled.tokens) != len(rows):
             raise RankDied(f"a rank answered {len(sampled.tokens)} tokens for {len(rows)} rows")
         return sampled
+
+
+def _degraded() -> NotReady:
+    return NotReady(
+        "experts are lost, and the request refuses answers without them",
+        field="refuse_degraded", hint="ask another instance, or again once they are recovered",
+    )  # fmt: skip
 
 
 def _another_version(request: GenerationRequest, weights: Weights) -> WrongState:

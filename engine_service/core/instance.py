@@ -29,9 +29,16 @@ from engine_service.core.messages import (
 from engine_service.core.model_files import stated_dtype
 from engine_service.core.pausing import Pauser
 from engine_service.core.phases import Phases
-from engine_service.core.ports import FillProgress, FillReport, OpenLink, RelayLink
+from engine_service.core.ports import (
+    ExpertRecovery,
+    FillProgress,
+    FillReport,
+    OpenLink,
+    RelayLink,
+)
 from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup
+from engine_service.core.recovery_tally import RecoveryTally
 from engine_service.core.replies import quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.turn import Turn
@@ -87,7 +94,10 @@ class Instance:
         self.experts: ExpertMap | None = None
         """Where the experts lie; none for a model without, and before the ranks are up."""
         self.membership: Membership | None = None
-        """Who computes together; none like `experts`."""
+        """Which ranks compute together; none for a model without experts, and before they do."""
+        self.recovery: ExpertRecovery | None = None
+        """Brings back what lost ranks held; none where ranks cannot be replaced."""
+        self.recoveries = RecoveryTally()
         self.probe = b""
         self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None

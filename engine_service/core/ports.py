@@ -6,6 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine_service.core.membership import (
+    ExpertProgress,
+    ExpertReport,
+    OnExpertProgress,
+    RecoverOptions,
+)
 from engine_service.core.messages import Row, Sampled
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
@@ -190,3 +196,20 @@ class RelayLink(Protocol):
 
 OpenLink = Callable[[str], RelayLink]
 """Makes the link to the relay at an address."""
+
+
+class ExpertRecovery(Protocol):
+    """Brings lost experts back, and spreads experts over more or fewer groups of ranks.
+
+    What has begun goes on when its caller leaves. Both raise `WrongState`, `InvalidRequest`,
+    `UpdateBusy`, `RecoveryFailed` after which all is as before, or `RanksLost`.
+    """
+
+    progress: ExpertProgress | None
+    """How far it is; none while nothing is done."""
+
+    async def recover(self, options: RecoverOptions, on_progress: OnExpertProgress) -> ExpertReport:
+        """Brings back what lost ranks held."""
+
+    async def scale(self, groups: int, on_progress: OnExpertProgress) -> ExpertReport:
+        """Spreads the experts over so many groups of ranks."""

@@ -6,6 +6,8 @@ match, whether or not anybody thought of flushing.
 
 from __future__ import annotations
 
+import msgspec
+
 from engine_service.core.blocks import BlockPool, extend_keys
 from engine_service.core.request import Sequence
 from relay_service.core.instance import Weights
@@ -44,6 +46,11 @@ def publish(pool: BlockPool, sequence: Sequence, weights: Weights) -> None:
 
 def _origin(weights: Weights) -> str:
     return weights.kv_origin or kv_origin(weights)
+
+
+def apart(weights: Weights, phase: int) -> Weights:
+    """Returns the same weights, whose KV none but the same phase of lost experts ever finds."""
+    return msgspec.structs.replace(weights, kv_origin=f"{_origin(weights)}/degraded {phase}")
 
 
 def kv_origin(weights: Weights) -> str:

@@ -53,6 +53,8 @@ class GenerationRequest:
     """Whether an answer that weights other than its first would go on with ends instead."""
     weight_version: str = ""
     """Version that must make all of it; empty for any."""
+    refuses_degraded: bool = False
+    """Whether it fails rather than be answered while experts are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class TokenEvent:
     """Which of the answers to one request it belongs to."""
     reused: int = 0
     """Prompt tokens whose KV another request had computed."""
+    degraded: bool = False
+    """Whether experts were lost when the token was made, and others served in their place."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,6 +122,20 @@ class Sequence:
         prompt = self.request.prompt
         first, last = (max(0, at - len(prompt)) for at in (begin, end))
         return (*prompt[begin:end], *self.output[first:last])
+
+    def ends_with(self, token: int, max_tokens: int) -> Finish | None:
+        """Returns how a token that was just made ends it, if it does; follows its structure.
+
+        `max_tokens` bound prompt and answer together. Raises `EngineError` for a token that
+        the structure does not allow.
+        """
+        request = self.request
+        complete = request.constraint is not None and request.constraint.accept(token)
+        if complete or token in request.stop_ids:
+            return Finish.STOP
+        if len(self.output) >= request.max_tokens or self.length >= max_tokens:
+            return Finish.LENGTH
+        return None
 
 
 def answers_to(request: GenerationRequest, count: int) -> list[Sequence]:

@@ -47,6 +47,8 @@ class Scheduler:
         """In the order in which they began to run."""
         self.admits_new = True
         """Whether requests that have not begun may begin."""
+        self.degraded = False
+        """Whether tokens are marked: experts are lost, and others serve in their place."""
         self.generated_tokens = 0
         self.finished: Counter[Finish] = Counter()
         """Answers that have ended, by reason."""
@@ -222,28 +224,18 @@ class Scheduler:
         sequence.output.append(token)
         self.generated_tokens += 1
         try:
-            finish = self._ends(sequence, token)
+            finish = sequence.ends_with(token, self.max_tokens)
         except EngineError as error:
             self.fail([sequence], error)
             return
-        prompt_logprobs = tuple(sequence.prompt_logprobs)
+        event = TokenEvent(
+            token, weights, finish, logprobs, tuple(sequence.prompt_logprobs), sequence.index,
+            sequence.reused, self.degraded,
+        )  # fmt: skip
         sequence.prompt_logprobs.clear()
-        sequence.events.put_nowait(
-            TokenEvent(
-                token, weights, finish, logprobs, prompt_logprobs, sequence.index, sequence.reused
-            )
-        )
+        sequence.events.put_nowait(event)
         if finish:
             self.remove(sequence, finish)
-
-    def _ends(self, sequence: Sequence, token: int) -> Finish | None:
-        request = sequence.request
-        complete = request.constraint is not None and request.constraint.accept(token)
-        if complete or token in request.stop_ids:
-            return Finish.STOP
-        if len(sequence.output) >= request.max_tokens or sequence.length >= self.max_tokens:
-            return Finish.LENGTH
-        return None
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from engine_service.core.load_report import Conversion, LoadReport
 from engine_service.core.ports import FillProgress, FillReport
 from engine_service.core.update_request import UpdateProgress
 from engine_service.errors import InvalidRequest
+from engine_service.rpc.convert_membership import membership_to_proto
 from engine_service.rpc.convert_pause import MAX_TIMEOUT_SECONDS, closing_to_proto
 from relay_service.core.format import Placement
 from relay_service.core.instance import State
@@ -56,6 +57,7 @@ def status_to_proto(instance: Instance) -> engine_pb2.EngineStatus:
             for p in instance.phases.measured
         ],
         relay=instance.link.address if instance.link else "",
+        membership=membership_to_proto(instance),
     )
     if closing := instance.engine.gate.closed_by:
         status.pause.CopyFrom(closing_to_proto(closing))

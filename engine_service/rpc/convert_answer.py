@@ -23,6 +23,7 @@ def piece_to_proto(piece: Piece) -> engine_pb2.GenerateResponse:
     response = engine_pb2.GenerateResponse(
         index=piece.index, token_ids=piece.tokens, text=piece.text,
         weight_version=piece.weights.version, epoch=piece.weights.epoch,
+        degraded=piece.degraded,
     )  # fmt: skip
     if piece.logprobs:
         response.logprobs.extend(map(_position_to_proto, piece.logprobs))
@@ -36,6 +37,7 @@ def piece_to_proto(piece: Piece) -> engine_pb2.GenerateResponse:
 
 def _end(response: engine_pb2.GenerateResponse, ending: Ending) -> None:
     response.finish_reason = FINISH[ending.finish]
+    response.degraded = ending.degraded
     response.usage.prompt_tokens = ending.prompt_tokens
     response.usage.completion_tokens = ending.completion_tokens
     response.version_spans.extend(_spans_to_proto(ending.spans))

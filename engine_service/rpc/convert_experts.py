@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from engine_service.core.expert_map import ExpertMap, Slots, holders
 from engine_service.core.expert_moves import known
 from engine_service.core.instance import Instance
+from engine_service.core.membership import ExpertReport
 from engine_service.errors import InvalidRequest
 from engine_service.rpc.convert import placement_to_proto
+from engine_service.rpc.convert_membership import membership_to_proto
 from relay_service.core.digests import root_digest
 from relay_service.core.manifest import Unit
 from seedrelay.v1 import engine_pb2
@@ -24,6 +26,34 @@ def layers_from_proto(messages: Iterable[engine_pb2.LayerExperts]) -> dict[int, 
     if not layers:
         raise InvalidRequest("no layer is named", field="layers")
     return layers
+
+
+def groups_from_proto(message: engine_pb2.ScaleExpertsRequest) -> int:
+    """Returns how many groups of ranks there shall be. Raises `InvalidRequest`."""
+    groups = message.expert_parallel_size
+    if groups < 1:
+        raise InvalidRequest(
+            f"{groups} groups of ranks are too few", field="expert_parallel_size",
+            expected="1 or more", found=str(groups),
+        )  # fmt: skip
+    return groups
+
+
+def report_to_proto(instance: Instance, report: ExpertReport) -> engine_pb2.ExpertReport:
+    """Returns what a recovery or a scaling did, and what has come of it."""
+    weights = instance.engine.weights
+    return engine_pb2.ExpertReport(
+        map=map_to_proto(instance), membership=membership_to_proto(instance),
+        epoch=weights.epoch, weights_digest=weights.digest,
+        pulled=[
+            engine_pb2.PulledUnit(unit=one.unit, part=one.part, bytes=one.nbytes, source=one.source)
+            for one in report.pulled
+        ],
+        bytes_pulled=report.bytes_pulled, bytes_copied=report.bytes_copied,
+        experts_moved=report.experts_moved, ranks_started=report.ranks_started,
+        seconds_started=report.seconds_started, seconds_pulled=report.seconds_pulled,
+        seconds_paused=report.seconds_paused, seconds=report.seconds,
+    )  # fmt: skip
 
 
 def map_to_proto(instance: Instance, layers: Iterable[int] = ()) -> engine_pb2.ExpertMap:
@@ -54,9 +84,15 @@ def map_to_proto(instance: Instance, layers: Iterable[int] = ()) -> engine_pb2.E
 def _digests(
     experts: ExpertMap, layer: int, units: Sequence[dict[str, Unit]], parts: int
 ) -> list[bytes]:
-    """Returns a root over the parts of each expert; none while one of them isn't verified."""
+    """Returns a root over the parts of each expert; none while one of them isn't verified.
+
+    That of an expert that nobody holds is empty.
+    """
     places, found = holders(experts.layers[layer]), []
     for expert in range(experts.experts):
+        if expert not in places:
+            found.append(b"")
+            continue
         group = places[expert][0][0]
         name = f"layer.{layer}.expert.{expert}"
         held = [units[group * parts + part][name] for part in range(parts)]

@@ -36,6 +36,7 @@ def request_from_proto(
         request=message.request,
         one_version=message.one_version,
         weight_version=message.weight_version,
+        refuses_degraded=message.refuse_degraded,
     )
     return wanted, fields.answers()
 

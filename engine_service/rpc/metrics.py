@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from engine_service.core.instance import Instance
 from engine_service.core.request import Finish
+from engine_service.rpc.metrics_experts import expert_metrics
 from relay_service.core.instance import State
 
 
@@ -51,6 +52,7 @@ class EngineCollector(Collector):
         for name, took in seconds.items():
             phases.add_metric([name], took)
         yield phases
+        yield from expert_metrics(instance)
 
     def _requests(self) -> Iterator[Metric]:
         scheduler = self._instance.engine.scheduler

@@ -17,20 +17,20 @@ from engine_service.core.ports import FillProgress
 from engine_service.core.update_sessions import UpdateSessions
 from engine_service.core.watching import news
 from engine_service.errors import InvalidRequest
-from engine_service.rpc import convert, convert_answer, convert_experts, convert_request
+from engine_service.rpc import convert, convert_answer, convert_request
 from engine_service.rpc.admission import admitted
 from engine_service.rpc.checking import CheckingRpcs
 from engine_service.rpc.convert_debug import debug_to_proto
+from engine_service.rpc.expert_rpcs import ExpertRpcs
+from engine_service.rpc.following import following
 from engine_service.rpc.pausing import PausingRpcs
 from engine_service.rpc.status import answers, streams
 from engine_service.rpc.updating import UpdatingRpcs
 from seedrelay.v1 import engine_pb2, engine_pb2_grpc
 
-PROGRESS_SECONDS = 0.1
-
 
 class EngineServicer(
-    PausingRpcs, CheckingRpcs, UpdatingRpcs, engine_pb2_grpc.EngineServiceServicer
+    PausingRpcs, CheckingRpcs, UpdatingRpcs, ExpertRpcs, engine_pb2_grpc.EngineServiceServicer
 ):
     """Serves one instance."""
 
@@ -91,34 +91,6 @@ class EngineServicer(
             async for _ in pieces:
                 yield engine_pb2.WatchStatusResponse(status=convert.status_to_proto(self._instance))
 
-    @answers
-    async def GetExpertMap(  # noqa: N802
-        self, request: engine_pb2.GetExpertMapRequest, context: grpc.aio.ServicerContext
-    ) -> engine_pb2.GetExpertMapResponse:
-        """Returns where experts lie."""
-        del context
-        return engine_pb2.GetExpertMapResponse(
-            map=convert_experts.map_to_proto(self._instance, request.layers),
-            epoch=self._instance.engine.weights.epoch,
-        )
-
-    @answers
-    async def SetExpertMap(  # noqa: N802
-        self, request: engine_pb2.SetExpertMapRequest, context: grpc.aio.ServicerContext
-    ) -> engine_pb2.SetExpertMapResponse:
-        """Moves experts."""
-        del context
-        layers = convert_experts.layers_from_proto(request.layers)
-        report = await self._experts.change(layers)
-        weights = self._instance.engine.weights
-        return engine_pb2.SetExpertMapResponse(
-            map=convert_experts.map_to_proto(self._instance, layers),
-            epoch=weights.epoch, weights_digest=weights.digest,
-            layers_changed=report.layers, experts_moved=report.experts_moved,
-            bytes_moved=report.bytes_moved, seconds_staged=report.seconds_staged,
-            seconds_paused=report.seconds_paused,
-        )  # fmt: skip
-
     @streams
     async def PullWeights(  # noqa: N802
         self, request: engine_pb2.PullWeightsRequest, context: grpc.aio.ServicerContext
@@ -130,14 +102,9 @@ class EngineServicer(
         progress = [FillProgress(phase="attaching")]
         options = convert.options_from_proto(request.options)
         fill = asyncio.ensure_future(self._filler.fill(request.relay, options, progress.append))
-        try:
-            while not fill.done():
-                yield engine_pb2.PullWeightsResponse(
-                    progress=convert.progress_to_proto(progress[-1])
-                )
+        async with contextlib.aclosing(following(fill, lambda: progress[-1])) as steps:
+            async for step in steps:
+                yield engine_pb2.PullWeightsResponse(progress=convert.progress_to_proto(step))
                 del progress[:-1]
-                await asyncio.wait([fill], timeout=PROGRESS_SECONDS)
-            report = convert.report_to_proto(await fill, self._instance.lifecycle.state)
-            yield engine_pb2.PullWeightsResponse(report=report)
-        finally:
-            fill.cancel()
+        report = convert.report_to_proto(await fill, self._instance.lifecycle.state)
+        yield engine_pb2.PullWeightsResponse(report=report)

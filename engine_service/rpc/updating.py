@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from typing import TypeVar
 
 import grpc
 
@@ -18,11 +17,10 @@ from engine_service.core.update_sessions import UpdateSessions
 from engine_service.errors import EngineError, InvalidRequest
 from engine_service.rpc import convert_update as convert
 from engine_service.rpc.convert import update_to_proto
+from engine_service.rpc.following import following
 from engine_service.rpc.status import answers, streams
 from seedrelay.v1 import engine_pb2
 
-T = TypeVar("T")
-PROGRESS_SECONDS = 0.1
 HEAR_OUT_SECONDS = 0.5
 
 
@@ -63,7 +61,7 @@ class UpdatingRpcs:
         del context
         session = self._updates.session(request.session)
         staging = asyncio.ensure_future(self._updates.stage(request.session))
-        async with aclosing(_progress(staging, lambda: session.progress)) as steps:
+        async with aclosing(following(staging, lambda: session.progress)) as steps:
             async for progress in steps:
                 yield engine_pb2.StageWeightsResponse(progress=update_to_proto(progress))
         yield engine_pb2.StageWeightsResponse(
@@ -121,7 +119,7 @@ class UpdatingRpcs:
         def progress() -> UpdateProgress:
             return begun[-1].progress if begun else self._updates.waiting
 
-        async with aclosing(_progress(work, progress)) as steps:
+        async with aclosing(following(work, progress)) as steps:
             async for one in steps:
                 yield engine_pb2.UpdateWeightsResponse(progress=update_to_proto(one))
         report = convert.report_to_proto(await work, self._instance.lifecycle.state)
@@ -144,18 +142,6 @@ class UpdatingRpcs:
         version, base = convert.checked_version(request.weight_version), request.base_digest.lower()
         former = await relabel(self._instance, version, base, context.peer())
         return engine_pb2.SetWeightVersionResponse(former_weight_version=former)
-
-
-async def _progress(
-    work: asyncio.Future[T], progress: Callable[[], UpdateProgress]
-) -> AsyncGenerator[UpdateProgress]:
-    """Yields how far work is until it has ended; leaving ends the work."""
-    try:
-        while not work.done():
-            yield progress()
-            await asyncio.wait([work], timeout=PROGRESS_SECONDS)
-    finally:
-        work.cancel()
 
 
 async def _pieces(

@@ -888,7 +888,7 @@ class Choice(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request", "text", "chat", "tokens", "sampling", "priority", "stream_interval", "one_version", "weight_version")
+    __slots__ = ("request", "text", "chat", "tokens", "sampling", "priority", "stream_interval", "one_version", "weight_version", "refuse_degraded")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -898,6 +898,7 @@ class GenerateRequest(_message.Message):
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     ONE_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_DEGRADED_FIELD_NUMBER: _ClassVar[int]
     request: str
     text: str
     chat: ChatPrompt
@@ -907,7 +908,8 @@ class GenerateRequest(_message.Message):
     stream_interval: int
     one_version: bool
     weight_version: str
-    def __init__(self, request: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ..., one_version: _Optional[bool] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    refuse_degraded: bool
+    def __init__(self, request: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ..., one_version: _Optional[bool] = ..., weight_version: _Optional[str] = ..., refuse_degraded: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
