@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -63,6 +63,28 @@ class ExpertMap(msgspec.Struct, frozen=True):
             listed = "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
             raise InvalidRequest(f"the expert map is wrong: {listed}", field="layers")
         return type(self)(self.experts, self.layers | dict(layers))
+
+    def without(self, groups: Collection[int]) -> Self:
+        """Returns the rows of the others, in their order; some experts may be in none."""
+        return type(self)(
+            self.experts,
+            {
+                layer: tuple(row for group, row in enumerate(rows) if group not in groups)
+                for layer, rows in self.layers.items()
+            },
+        )
+
+    @property
+    def lost(self) -> dict[int, tuple[int, ...]]:
+        """Experts that no rank holds, by layer; layers that lack none are left out."""
+        placed = {
+            layer: {expert for row in rows for expert in row} for layer, rows in self.layers.items()
+        }
+        found = {
+            layer: tuple(expert for expert in range(self.experts) if expert not in there)
+            for layer, there in placed.items()
+        }
+        return {layer: lost for layer, lost in found.items() if lost}
 
     @property
     def groups(self) -> int:
