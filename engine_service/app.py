@@ -62,7 +62,7 @@ async def serve(config: EngineConfig, ranks: RankGroup) -> str:
     instance = _build(config, ranks, credentials)
     metrics.show(EngineCollector(instance))
     filler, supervisor = Filler(instance), Supervisor(instance)
-    servicer = EngineServicer(instance, filler, supervisor.recovery)
+    servicer = EngineServicer(instance, filler)
     metrics.show(UpdateCollector(instance, lambda: servicer.updates))
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(GatewayServicer(instance), server)

@@ -7,7 +7,8 @@ caller who leaves, or fails, leaves everything as if it had not come:
     gate closed    somebody has paused, or has a claim and does not only turn away
     steps held     the gate is closed, and the latest claim does not wait for requests;
                    and while experts are lost
-    state          UPDATING while weights are applied or experts are lost, PAUSED with any claim or pause, else READY
+    state          UPDATING while weights are applied or experts are lost, PAUSED with any
+                   claim or pause, else READY
 """
 
 from __future__ import annotations

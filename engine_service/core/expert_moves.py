@@ -76,8 +76,11 @@ class ExpertMoves:
             )  # fmt: skip
         async with turn.taken(MOVES):
             if known(self._instance).lost:
-                raise WrongState("experts are lost: none are moved until they are back",
-                                 field="experts", hint="see `seedrelay experts recover`")
+                raise WrongState(
+                    "experts are lost: none are moved until they are back",
+                    field="experts",
+                    hint="see `seedrelay experts recover`",
+                )
             target, report = known(self._instance).changed(layers), MoveReport()
             self._check_ready()
             try:
@@ -144,7 +147,7 @@ class ExpertMoves:
         report.bytes_moved += sum(reply.bytes_received for reply in staged)
 
     async def _moved(self) -> list[ExpertsMoved]:
-        """Has all ranks put a layer into place. Without one of them nobody knows what lies where."""
+        """Has all ranks put a layer into place; without one nobody knows what lies where."""
         try:
             return await self._instance.ranks.same(MoveExperts(), ExpertsMoved)
         except RankDied as error:

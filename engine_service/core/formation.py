@@ -13,6 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from engine_service.core.expert_map import ExpertMap
+from engine_service.core.expert_moves import known
 from engine_service.core.instance import Instance
 from engine_service.core.member_messages import Place, Placed, Rejoin
 from engine_service.core.membership import Membership, MembershipState, members_of
@@ -29,23 +30,27 @@ class Formation:
     """The decisions about one instance, each with a number."""
 
     def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+        self.instance = instance
         self.known: list[Manifest] = []
         """By rank: what the instance held when it was whole."""
         self._digests: Digests = {}
+        self._epoch, self._wanted = 1, instance.config.expert_parallel_size
         self.sound = True
         """Whether what the instance says that ranks hold is what they do."""
-        self._origin = ""
-        """What computes KV when no expert is lost."""
+
+    @property
+    def experts(self) -> ExpertMap:
+        """Where the experts lie. Raises `WrongState` for a model without."""
+        return known(self.instance)
 
     @property
     def parts(self) -> int:
         """Tensor-parallel ranks of each group."""
-        return self._instance.config.tensor_parallel_size
+        return self.instance.config.tensor_parallel_size
 
     def begin(self) -> None:
         """Takes down what the whole instance holds; while experts are lost, that is remembered."""
-        instance = self._instance
+        instance = self.instance
         if not self.sound or instance.experts is None or instance.experts.lost:
             return
         self.known = list(instance.manifests)
@@ -54,36 +59,45 @@ class Formation:
             for rank, manifest in enumerate(instance.manifests)
             for unit in manifest.units
         }
-        weights = instance.engine.weights
-        self._origin = weights.kv_origin or kv_origin(weights)
 
-    async def form(
-        self, experts: ExpertMap, *, reason: str = "", groups_lost: int = 0, routes: bool = False
-    ) -> None:
+    async def form(self, experts: ExpertMap, *, routes: bool = False) -> None:
         """Has all ranks compute together, with the experts in the slots of a map.
 
-        Within `between_steps`, or while no steps run. Raises `RankDied` when a rank is lost on
-        the way; `instance.experts` says what the others hold then.
+        Within `between_steps`. With `routes`, rows pass over experts that nobody holds. Raises
+        `RankDied` when a rank is lost on the way; `instance.experts` says what the others hold
+        then.
         """
-        instance, ranks = self._instance, self._instance.ranks
-        epoch = (instance.membership.epoch if instance.membership else 0) + 1
-        # A number is used once, also where it comes to nothing: nobody meets those of before.
-        self._say(epoch, groups_lost, reason, routes=routes)
-        members, seconds = len(ranks.workers), self._instance.config.collective_timeout_seconds
-        met = [Rejoin(f"m{epoch}", rank, members) for rank in range(members)]
-        await ranks.all_in_time(met, Done, seconds + 1)
+        instance, ranks = self.instance, self.instance.ranks
+        self._epoch += 1  # used once, also where it comes to nothing: so nobody meets the past
+        members, seconds = len(ranks.workers), instance.config.collective_timeout_seconds + 1
+        met = [Rejoin(f"m{self._epoch}", rank, members) for rank in range(members)]
+        await ranks.all_in_time(met, Done, seconds)
         self.sound = False
         instance.experts = experts  # whoever answers has placed them, whatever becomes of others
         places = [Place(experts, rank, routes) for rank in range(members)]
-        placed = await ranks.all_in_time(places, Placed, seconds + 1)
-        self._follow([reply.manifest for reply in placed], routes=routes)
+        placed = await ranks.all_in_time(places, Placed, seconds)
+        self._follow([reply.manifest for reply in placed])
         self.sound = True
-        self._say(epoch, groups_lost, reason, routes=routes)
-        await ranks.all_in_time([Capture()] * members, Captured, seconds + 1)
+        await ranks.in_time(Capture(), Captured, seconds)
+
+    def say(self, reason: str = "", *, routes: bool = False) -> None:
+        """Says who computes together, once they do; without a reason they are whole."""
+        lost = self.experts.lost
+        if not reason:
+            self._wanted = self.experts.groups
+        groups_lost = max(0, self._wanted - self.experts.groups)
+        if lost:
+            state = MembershipState.ROUTED if routes else MembershipState.HELD
+        else:
+            state = MembershipState.DEGRADED if groups_lost else MembershipState.WHOLE
+        self.instance.membership = Membership(
+            epoch=self._epoch, state=state, groups_lost=groups_lost, lost=lost, reason=reason,
+            members=members_of(self.instance.ranks.workers, self.parts),
+        )  # fmt: skip
 
     def note(self, reason: str) -> None:
         """Says why what was lost is not back."""
-        instance = self._instance
+        instance = self.instance
         if instance.membership:
             instance.membership = replace(instance.membership, reason=reason)
 
@@ -98,24 +112,11 @@ class Formation:
         units = tuple(map(known, manifest.units))
         return msgspec.structs.replace(manifest, units=units)
 
-    def _follow(self, manifests: Sequence[Manifest], *, routes: bool) -> None:
-        """Says what lies where now. The weights are the same; with lost experts, KV is not."""
-        instance, weights = self._instance, self._instance.engine.weights
+    def _follow(self, manifests: Sequence[Manifest]) -> None:
+        """Says what lies where now. The weights are the same, and so is KV."""
+        instance, weights = self.instance, self.instance.engine.weights
         instance.manifests = self.name(manifests)
-        epoch = weights.epoch + 1
+        digest = weights_digest(instance.manifests)
         instance.engine.weights = Weights(
-            weights.version, weights_digest(instance.manifests), epoch,
-            f"{self._origin}/routed/{epoch}" if routes else self._origin,
-        )  # fmt: skip
-
-    def _say(self, epoch: int, lost: int, reason: str, *, routes: bool) -> None:
-        instance = self._instance
-        gone = instance.experts.lost if instance.experts else {}
-        if gone:
-            state = MembershipState.ROUTED if routes else MembershipState.HELD
-        else:
-            state = MembershipState.DEGRADED if lost else MembershipState.WHOLE
-        instance.membership = Membership(
-            epoch=epoch, state=state, groups_lost=lost, lost=gone, reason=reason,
-            members=members_of(instance.ranks.workers, self.parts),
-        )  # fmt: skip
+            weights.version, digest, weights.epoch + 1, weights.kv_origin or kv_origin(weights)
+        )

@@ -15,6 +15,7 @@ from engine_service.core.replies import cause, failures_of, quiet
 from engine_service.core.staging_streams import StagingStreams
 
 R = TypeVar("R", bound=Reply)
+T = TypeVar("T")
 
 
 class Passed(NamedTuple):
@@ -90,7 +91,7 @@ class RankCommands:
         name = type(commands[0]).__name__
         return await self.bounded(self.all(commands, kind), name, seconds)
 
-    async def bounded(self, asked: Awaitable[list[R]], name: str, seconds: float) -> list[R]:
+    async def bounded(self, asked: Awaitable[T], name: str, seconds: float) -> T:
         """Waits for what was asked under a name; see `all_in_time`."""
         try:
             async with asyncio.timeout(seconds):

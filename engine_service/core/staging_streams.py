@@ -82,7 +82,9 @@ class StagingStreams:
         finally:
             for reply in replies:
                 reply.cancel()
-        self.broken = self.broken or next((f for f in failures if died(f, errors.CollectiveFailed)), None)
+        self.broken = self.broken or next(
+            (f for f in failures if died(f, errors.CollectiveFailed)), None
+        )
         if failures:
             raise cause(failures)
         return [reply.result() for reply in replies]

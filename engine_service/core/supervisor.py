@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
-from engine_service.core.expert_moves import known
 from engine_service.core.formation import Formation
+from engine_service.core.gathering import Memory
 from engine_service.core.instance import Instance
 from engine_service.core.member_messages import Beat
 from engine_service.core.membership import RecoverOptions
 from engine_service.core.messages import Done
 from engine_service.core.ranks import close_all
-from engine_service.core.recovery import Memory, Recovery
+from engine_service.core.recovery import Recovery
 from engine_service.errors import EngineError, NotReady, RankDied, RanksLost
 from relay_service.core.instance import State
 
@@ -37,7 +38,7 @@ class Supervisor:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._formation = Formation(instance)
-        self.recovery = Recovery(instance, self._formation)
+        self.recovery = instance.recovery = Recovery(instance, self._formation)
         self._recovering: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -57,7 +58,7 @@ class Supervisor:
     async def _until_lost(self) -> RankDied:
         """Runs steps until a rank is lost; returns what to tell."""
         instance = self._instance
-        waits = [
+        waits: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(instance.engine.run()),
             asyncio.ensure_future(instance.ranks.died()),
             asyncio.ensure_future(self._beats()),
@@ -70,30 +71,30 @@ class Supervisor:
             await asyncio.wait(waits)
         steps, died, beats = waits
         if not died.cancelled():
-            return died.result()
-        ended = steps if beats.cancelled() else beats
-        error = ended.exception()
-        if not isinstance(error, RankDied):
-            raise error or AssertionError("steps have ended")
-        if not self._may_survive:
+            dead: RankDied = died.result()
+            return dead
+        try:
+            (steps if beats.cancelled() else beats).result()
+        except RankDied as error:
+            if self._may_survive:
+                return error
             instance.engine.fail_all(error)
-            return await instance.ranks.died()  # which says why
-        return error
+        return await instance.ranks.died()  # which says why
 
     async def _beats(self) -> None:
         """Asks ranks that nobody asks anything whether they live. Raises `RankDied`."""
         ranks, patience = self._instance.ranks, self._instance.config.collective_timeout_seconds
         while True:
-            await asyncio.sleep(max(0.0, ranks.quiet_since + patience / 2 - time.monotonic()) + 0.05)
-            if not self._may_survive or ranks.ordered.locked():
-                await asyncio.sleep(patience / 2)
-            elif time.monotonic() - ranks.quiet_since >= patience / 2:
+            await asyncio.sleep(patience / 4)
+            idle = time.monotonic() - ranks.quiet_since > patience / 4
+            if self._may_survive and idle and not ranks.ordered.locked():
                 await ranks.in_time(Beat(), Done, patience)
 
     @property
     def _may_survive(self) -> bool:
         instance = self._instance
-        return instance.ranks.outlives and instance.lifecycle.serves
+        elastic = instance.ranks.outlives and instance.experts is not None
+        return elastic and instance.lifecycle.serves
 
     async def _survive(self, error: RankDied) -> None:
         """Has those that live go on. Raises what ends the instance."""
@@ -115,22 +116,19 @@ class Supervisor:
     async def _regroup(self, error: RankDied) -> None:
         """Decides who lives, until those have met."""
         instance = self._instance
-        lost_before = instance.membership.groups_lost if instance.membership else 0
         alarms, reason = 0, str(error)
         while True:
             groups = await self._part()
-            lost_before += groups
+            instance.recoveries.ranks_lost += groups * self._formation.parts
             alarms = 0 if groups else alarms + 1
             if alarms > MOST_FALSE_ALARMS:
                 raise error
-            experts = known(instance)
+            experts = self._formation.experts
             if not experts.groups:
                 raise RanksLost(f"no group of ranks is left: {reason}")
             routes = bool(experts.lost) and instance.config.lost_experts == "route"
             try:
-                await self._formation.form(
-                    experts, reason=reason, groups_lost=lost_before, routes=routes
-                )
+                await self._formation.form(experts, routes=routes)
             except RankDied as another:
                 reason = str(another)
                 continue
@@ -138,11 +136,12 @@ class Supervisor:
         lost = sum(map(len, experts.lost.values()))
         instance.engine.set_degraded(routes)
         instance.pauser.hold(f"{lost} experts are lost: {reason}" if lost and not routes else "")
+        self._formation.say(reason, routes=routes)
 
     async def _part(self) -> int:
         """Ends groups that have lost a rank; returns how many of the map's these are."""
         instance, ranks, parts = self._instance, self._instance.ranks, self._formation.parts
-        experts, count = known(instance), len(ranks.workers)
+        experts, count = self._formation.experts, len(ranks.workers)
         silent = set(await ranks.settle(instance.config.collective_timeout_seconds))
         lost = {rank // parts for rank in silent if rank // parts < experts.groups}
         # Groups behind the map's were about to become members, and did not.
@@ -171,9 +170,7 @@ class Supervisor:
                 try:
                     async with asyncio.timeout(left):
                         await self.recovery.recover(RecoverOptions())
-                except RankDied:
-                    return  # whoever runs the steps decides anew
-                except EngineError as error:
+                except EngineError as error:  # when members are lost, it is decided anew
                     reason = error.message
                     self._formation.note(reason)
                     _log.warning("not recovered: %s", reason)
@@ -183,9 +180,9 @@ class Supervisor:
             await asyncio.sleep(min(RETRY_SECONDS, left))
         lost = instance.membership.lost if instance.membership else {}
         if lost and instance.config.lost_experts == "hold":
-            error = NotReady(f"lost experts did not come back in time: {reason}")
-            await instance.fail(str(error))
-            instance.pauser.fail(error)
+            late = NotReady(f"lost experts did not come back in time: {reason}")
+            await instance.fail(str(late))
+            instance.pauser.fail(late)
 
     async def _stop_recovering(self) -> None:
         task, self._recovering = self._recovering, None

@@ -1,0 +1,178 @@
+"""One change of who holds which experts: ranks come, take what they need, and all serve.
+
+    fresh ranks start → plan → gather → between two steps: Rejoin, Place, Capture, probe
+
+Until the commit nothing has changed, and whatever fails leaves it so. Plain Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from engine_service.core.expert_map import ExpertMap
+from engine_service.core.expert_placing import regrouped
+from engine_service.core.formation import Formation
+from engine_service.core.gathering import Gatherer, Memory
+from engine_service.core.instance import Instance
+from engine_service.core.membership import (
+    ExpertProgress,
+    ExpertReport,
+    OnExpertProgress,
+    RecoverOptions,
+)
+from engine_service.core.messages import CheckProbe, Done, Start
+from engine_service.core.ranks import RankGroup
+from engine_service.core.recovery_plan import Holder, RecoveryPlan, plan
+from engine_service.errors import EngineError, RankDied
+
+
+class Recruiting:
+    """Has so many groups of ranks hold all experts, where some of the present ones stay."""
+
+    def __init__(
+        self, formation: Formation, salvage: list[Memory], groups: int, note: OnExpertProgress
+    ) -> None:
+        """`salvage` may be taken from, too; what ranks held that leave is added to it.
+
+        Raises `InvalidRequest` where so many groups have too few slots.
+        """
+        self.report = ExpertReport()
+        self.committing = False
+        """Whether it must come to its end."""
+        self._formation = formation
+        self._instance: Instance = formation.instance
+        self._salvage = salvage
+        self._note = note
+        self._staying = staying(formation.experts, groups)
+        self._target = regrouped(self._staying, groups)
+        self._first = self._staying.groups * formation.parts
+        self._fresh = RankGroup([], outlives=True)
+
+    async def run(self, options: RecoverOptions) -> ExpertReport:
+        """Returns what was done. Raises what `Gatherer.gather` and `Formation.form` do."""
+        began, report = time.monotonic(), self.report
+        self._formation.begin()
+        try:
+            self._note(ExpertProgress(phase="starting"))
+            await self._start()
+            report.ranks_started = len(self._fresh.workers)
+            report.seconds_started = time.monotonic() - began
+            memories = self._memories
+            planned = self._planned(memories)
+            gatherer = Gatherer(self._instance, self._fresh, self._first, self._note)
+            await gatherer.gather(planned, memories, options, report)
+            await self._commit()
+        except BaseException:
+            await asyncio.gather(*(worker.kill() for worker in self._fresh.workers))
+            raise
+        finally:
+            await self._fresh.stop()
+        report.seconds = time.monotonic() - began
+        return report
+
+    async def _start(self) -> None:
+        """Starts the ranks of groups that there are not yet."""
+        instance, world = self._instance, self._target.groups * self._formation.parts
+        self._fresh = await instance.ranks.fresh(world - self._first)
+        starts = [self._told(rank) for rank in range(self._first, world)]
+        seconds = instance.config.collective_timeout_seconds
+        await self._fresh.bounded(self._fresh.allocate(starts), "Start", seconds)
+
+    def _told(self, rank: int) -> Start:
+        target = self._target
+        config = msgspec.structs.replace(
+            self._instance.told(rank), world_size=target.groups * self._formation.parts,
+            expert_parallel_size=target.groups, expert_map=dict(target.layers), joins_later=True,
+            redundant_experts=target.groups * target.slots - target.experts,
+        )  # fmt: skip
+        return Start(config, self._instance.files)
+
+    @property
+    def _memories(self) -> list[Memory]:
+        """Everything here that may be taken from."""
+        instance, parts = self._instance, self._formation.parts
+        live = zip(instance.manifests, instance.ranks.descriptors, strict=True)
+        found = [Memory(rank % parts, one, fds) for rank, (one, fds) in enumerate(live)]
+        return found + self._salvage
+
+    def _planned(self, memories: list[Memory]) -> RecoveryPlan:
+        present = self._instance.manifests[: self._first]
+        planned = plan(
+            self._target,
+            [*present, *(arena.manifest for arena in self._fresh.arenas)],
+            [Holder(one.part, one.manifest) for one in memories],
+            self._formation.known, self._formation.parts,
+        )  # fmt: skip
+        taken = [*((one.target, one.wanted) for one in planned.takes), *planned.wanted.items()]
+        moved = sum(len(wanted) for target, wanted in taken if target < self._first)
+        self.report.experts_moved = moved
+        return planned
+
+    async def _commit(self) -> None:
+        """Has all ranks serve what they took."""
+        instance, ranks = self._instance, self._instance.ranks
+        self._note(ExpertProgress(phase="committing"))
+        self.committing = True
+        try:
+            async with instance.engine.between_steps():
+                began = time.monotonic()
+                ranks.check()
+                await self._take_over()
+                self._note(ExpertProgress(phase="proving"))
+                await self._prove()
+                self._serve()
+                self.report.seconds_paused = time.monotonic() - began
+        except RankDied:
+            if instance.experts is self._staying:  # the fresh ones are no members yet
+                for worker in ranks.workers[self._first :]:
+                    worker.process.kill()
+            raise
+        finally:
+            self.committing = False
+
+    async def _take_over(self) -> None:
+        """Puts fresh ranks in the place of those that leave, and has all meet."""
+        instance, ranks, first = self._instance, self._instance.ranks, self._first
+        held, instance.manifests = instance.manifests[first:], instance.manifests[:first]
+        instance.load_reports = [] if self._fresh.workers else instance.load_reports[:first]
+        instance.experts = self._staying
+        leaving = ranks.part(range(first, len(ranks.workers)))
+        ranks.adopt(self._fresh)
+        try:
+            await self._formation.form(self._target)
+        finally:
+            parts = self._formation.parts
+            for rank, (one, manifest) in enumerate(zip(leaving, held, strict=True), first):
+                await one.worker.kill()
+                # Until others hold it, it is there.
+                self._salvage.append(Memory(rank % parts, manifest, one.descriptors))
+
+    async def _prove(self) -> None:
+        """Compares what all compute together with what they should."""
+        instance = self._instance
+        seconds = 2 * instance.config.collective_timeout_seconds
+        try:
+            await instance.ranks.in_time(CheckProbe(instance.probe), Done, seconds)
+        except RankDied:
+            raise
+        except EngineError as error:
+            await instance.fail(f"recovered experts compute something else: {error.message}")
+            raise
+
+    def _serve(self) -> None:
+        """Goes on with whole weights; fresh ranks have no KV of before."""
+        instance, scheduler = self._instance, self._instance.engine.scheduler
+        if self.report.ranks_started:
+            scheduler.retract(list(scheduler.running))
+            scheduler.pool.forget()
+        instance.engine.set_degraded(False)
+        instance.pauser.hold("")
+        self._formation.say()
+
+
+def staying(experts: ExpertMap, groups: int) -> ExpertMap:
+    """Returns the map without groups that are too many: the last ones leave."""
+    return experts.without(range(groups, experts.groups))
