@@ -98,7 +98,7 @@ class Instance:
         """Whether the first weights were those of the former life, which a relay kept."""
         self.touched = False
         """Whether anything but zeros may lie in the arenas."""
-        self._open_link = open_link
+        self.open_link = open_link
         self.files: dict[str, bytes] = {}
         """Small files of the model, by name; empty until they are known."""
         self._capturing: asyncio.Future[None] | None = None
@@ -183,7 +183,7 @@ class Instance:
     def link_to(self, relay: str) -> RelayLink:
         """Returns the link to the relay of this host. Raises `WrongState` for another one."""
         if self.link is None:
-            self.link = self._open_link(relay)
+            self.link = self.open_link(relay)
         elif self.link.address != relay:
             raise WrongState(
                 f"attached to {self.link.address} already",
