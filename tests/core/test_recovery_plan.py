@@ -1,5 +1,6 @@
 """What ranks take, and from whom: what nobody holds is missing, each once, and nothing else is."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +147,22 @@ def test_s67_current_versions_count():
     assert len(made.missing) == 4
     assert {one.digests for one in made.wanted[0]} <= {m.unit.digests for m in made.missing}
     assert not {u.digests for u in old.units} & {m.unit.digests for m in made.missing}
+
+
+def test_a_slot_is_taken_also_where_the_bytes_are_the_same():
+    """Two experts may be equal; whoever carries the plan out hears of every slot that changes."""
+    whole = ExpertMap(3, {0: ((0, 1), (0, 2))})
+    same = (block_digest(b"same"),)
+    scene = Scene(whole, {1}, 2, 1)
+    known = [
+        one.renamed(msgspec.structs.replace(u, digests=same) for u in one.units)
+        for one in scene.known
+    ]
+    new = ExpertMap(3, {0: ((2, 1), (0, 1))})
+    made = plan(new, known, [Holder(0, known[0])], known, 1)
+    assert [one.unit.name for one in made.missing] == ["layer.0.expert.2"]
+    assert [(t.target, [w.at for w in t.wanted]) for t in made.takes] == [(1, ["layer.0.expert.2"])]
+    assert [one.at for one in made.wanted[0]] == ["layer.0.expert.0"]
 
 
 def test_a_mate_that_ended_gives_its_part_alone():

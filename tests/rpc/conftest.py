@@ -1,10 +1,11 @@
-"""Gives every test of this folder a fleet of relays, and an engine."""
+"""Gives every test of this folder a fleet of relays, an engine, and one that has lost experts."""
 
 import pytest
 from engines import Service
+from parcel_scene import mine
 from relays import fleet
 
-__all__ = ["fleet", "service"]
+__all__ = ["fleet", "mine", "service"]
 
 
 @pytest.fixture

@@ -1,0 +1,223 @@
+"""Sources of parcels that lie, change, go or hang: it costs time, and nothing is left behind."""
+
+import asyncio
+
+import pytest
+from fakes import eventually, resources
+from parcel_scene import (
+    NAMES,
+    assert_right,
+    disk,
+    missing,
+    nobody,
+    parcel_memory,
+    pulled,
+    seed,
+    update,
+)
+
+from engine_service.core import parcel_relay
+from engine_service.core.parcel_relay import RelayParcels
+from engine_service.core.parcel_sources import DiskParcels, fetch
+from engine_service.errors import CheckpointError, RankDied, RecoveryFailed
+from engine_service.rpc.relay_link import GrpcRelayLink
+from relay_service.core.format import Format
+from relay_service.core.manifest import BLOCK_BYTES
+
+SLOW_BYTES = 4 << 20
+
+
+async def test_a_source_with_wrong_bytes(fleet, mine):
+    """Its unit comes from another one; what it gave rightly stays."""
+    relay = await fleet.relay()
+    bad = await seed(fleet, relay, "a")
+    units = {unit.name: unit for unit in bad.memory.manifests[1].units}
+    bad.memory.arenas[1].land(units[NAMES[5]].offset + BLOCK_BYTES, b"wrong")
+    lost = missing(4, 5)
+    source = mine(relay)
+    with pytest.raises(RecoveryFailed, match=r"expert\.5: a: .*rank 1, tensor 5\.up, block"):
+        await fetch(lost, [source.relay_parcels()], timeout_seconds=60)
+    await seed(fleet, relay, "b")
+    found = await fetch(lost, [source.relay_parcels()], timeout_seconds=60)
+    assert pulled(found)["relay:b"][-1] == NAMES[5]
+    assert_right(found, lost)
+
+
+async def test_a_source_that_goes_in_the_middle(fleet, mine):
+    """What has landed of it stays; another one, of other placement, gives the rest."""
+    dying = await fleet.relay(egress_limit_bytes_per_second=SLOW_BYTES)
+    here = await fleet.relay(join=dying.address)
+    first = await seed(fleet, dying, "first")
+    lost, source = missing(4, 5, 6, 7), mine(here)
+    running = asyncio.create_task(fetch(lost, [source.relay_parcels()], timeout_seconds=60))
+    await eventually(lambda: here.transfers.running)
+    whole = lost[0].unit.nbytes
+    await eventually(lambda: here.transfers.running[0].puller.bytes_verified >= whole)
+    await seed(fleet, here, "second", groups=((6, 4, 2, 0), (7, 5, 3, 1)))
+    await fleet.stop(dying)
+    found = await running
+    came = pulled(found)
+    assert set(came) == {"relay:first", "relay:second"}
+    assert sorted(came["relay:first"] + came["relay:second"]) == [NAMES[e] for e in (4, 5, 6, 7)]
+    assert_right(found, lost)
+    first.close()
+
+
+async def test_a_source_that_was_updated_meanwhile(fleet, mine):
+    """It is asked again by its new weights, for what is the same in them."""
+    relay = await fleet.relay()
+    held = await seed(fleet, relay)
+
+    class Late(GrpcRelayLink):
+        """Learns what the seed holds just before that changes."""
+
+        async def manifests_of(self, instance):
+            found = await super().manifests_of(instance)
+            if instance.weights.epoch == 1:
+                await update(held, other=(5,))
+            return found
+
+    lost, source = missing(4, 5), mine(relay, link=Late)
+    folder, asked = disk()
+    found = await fetch(lost, [source.relay_parcels(), folder], timeout_seconds=60)
+    assert pulled(found) == {"relay:seed": [NAMES[4]], "disk:/models/tiny": [NAMES[5]]}
+    assert asked == [(0, [NAMES[5]])]
+    assert_right(found, lost)
+
+
+async def test_a_source_that_is_updated_while_it_is_read(fleet, mine):
+    """What came before counts, of what comes later only what is the same as before."""
+    relay = await fleet.relay(egress_limit_bytes_per_second=SLOW_BYTES)
+    held = await seed(fleet, relay)
+    lost, source = missing(4, 5, 6, 7), mine(relay)
+    folder, asked = disk()
+    running = asyncio.create_task(fetch(lost, [source.relay_parcels(), folder], timeout_seconds=60))
+    await eventually(lambda: relay.transfers.running)
+    whole = lost[0].unit.nbytes
+    await eventually(lambda: relay.transfers.running[0].puller.bytes_verified >= whole)
+    await update(held, other=(4, 5, 6))
+    found = await running
+    came = pulled(found)
+    assert NAMES[7] in came["relay:seed"]
+    assert [(0, came["disk:/models/tiny"])] == asked
+    assert_right(found, lost)
+
+
+async def test_who_does_not_begin_is_left(fleet, mine, monkeypatch):
+    """Where an instance goes after it said what it holds, nobody waits for it to the deadline."""
+    monkeypatch.setattr(parcel_relay, "BEGIN_SECONDS", 0.2)
+    relay = await fleet.relay()
+    held = await seed(fleet, relay)
+
+    class Late(GrpcRelayLink):
+        """Learns what the seed holds just before it goes."""
+
+        async def manifests_of(self, instance):
+            found = await super().manifests_of(instance)
+            held.leave()
+            await eventually(lambda: relay.holdings.find("seed") is None)
+            return found
+
+    source = mine(relay, link=Late)
+    with pytest.raises(RecoveryFailed, match=r"seed: it has gone, .* not find it within 0\.2 s"):
+        await fetch(missing(4), [source.relay_parcels()], timeout_seconds=600)
+
+
+async def test_who_was_asked_and_why_not(fleet, mine):
+    """A failure lists everyone: other format, no weights, other versions, and the disk."""
+    relay = await fleet.relay()
+    await seed(fleet, relay, "half", format=Format((("dtype", "float16"),)))
+    await seed(fleet, relay, "older", other=(4, 5))
+    await fleet.dummy(relay, "empty")
+    folder, _ = disk(other=(4,))
+    with pytest.raises(RecoveryFailed) as failed:
+        await fetch(missing(4), [mine(relay).relay_parcels(), folder], timeout_seconds=60)
+    said = failed.value.message
+    for reason in (
+        "1 units did not come, of them layer.0.expert.4",
+        "half: dtype: seed float16, target bfloat16",
+        "empty: it is DUMMY and holds no complete weights",
+        "older: it holds none of what is missing, or other versions",
+        "disk:/models/tiny: it holds other weights",
+    ):
+        assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("only", "reason"), [("", "no other instance"), ("gone", "gone: not there")]
+)
+async def test_nobody_to_ask(fleet, mine, only, reason):
+    """It says so, with a relay and without."""
+    source = mine(await fleet.relay())
+    with pytest.raises(RecoveryFailed, match=reason):
+        await fetch(missing(4), [source.relay_parcels(only)], timeout_seconds=60)
+    alone = RelayParcels(None, GrpcRelayLink, source.describe)
+    with pytest.raises(RecoveryFailed, match="relay: not attached to one"):
+        await fetch(missing(4), [alone], timeout_seconds=60)
+    with pytest.raises(RecoveryFailed, match="nobody was asked"):
+        await fetch(missing(4), [], timeout_seconds=60)
+
+
+async def test_a_relay_that_is_away(fleet, mine):
+    """Is named, and the disk gives all."""
+    relay = await fleet.relay()
+    source = mine(relay)
+    await fleet.stop(relay)
+    lost = missing(4)
+    with pytest.raises(RecoveryFailed, match=f"relay {relay.address}: "):
+        await fetch(lost, [source.relay_parcels()], timeout_seconds=60)
+    folder, _ = disk()
+    found = await fetch(lost, [source.relay_parcels(), folder], timeout_seconds=60)
+    assert pulled(found) == {"disk:/models/tiny": [NAMES[4]]}
+    assert_right(found, lost)
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+async def test_an_end_in_the_middle(fleet, mine, how):
+    """Leaves nothing attached, mapped or open, and the source without a reader."""
+    relay = await fleet.relay(egress_limit_bytes_per_second=1 << 20)
+    await seed(fleet, relay)
+    source, before = mine(relay), resources()
+    seconds = 2 if how == "deadline" else 600
+    running = asyncio.create_task(
+        fetch(missing(4, 5, 6, 7), [source.relay_parcels()], timeout_seconds=seconds)
+    )
+    await eventually(lambda: relay.transfers.running)
+    assert parcel_memory() > 0
+    if how == "cancelled":
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    else:
+        with pytest.raises(RecoveryFailed, match=r"seed: not filled within 0\.\d+ s"):
+            await running
+    await eventually(lambda: parcel_memory() == 0)
+    await eventually(lambda: relay.holdings.leases.count() == 0)
+    await eventually(lambda: resources().mappings <= before.mappings)
+
+
+async def test_the_deadline_of_all_sources():
+    """Ends whoever takes too long, and says who had been asked by then."""
+
+    async def hanging(*_):
+        await asyncio.Event().wait()
+
+    alone = RelayParcels(None, GrpcRelayLink, nobody)
+    with pytest.raises(RecoveryFailed, match=r"not within 0\.2 s; relay: not attached to one"):
+        await fetch(missing(4), [alone, DiskParcels("none", hanging)], timeout_seconds=0.2)
+    assert parcel_memory() == 0
+
+
+async def test_the_disk_fails():
+    """What it says is told; the death of a rank is not taken for a folder that lacks something."""
+
+    def failing(error):
+        async def read(*_):
+            raise error
+
+        return DiskParcels("/models/tiny", read)
+
+    with pytest.raises(RecoveryFailed, match=r"disk:/models/tiny: no such file"):
+        await fetch(missing(4), [failing(CheckpointError("no such file"))])
+    with pytest.raises(RankDied):
+        await fetch(missing(4), [failing(RankDied("rank 1 died"))])
