@@ -8,7 +8,7 @@ from fake_cuda import FakeDriver
 from engine_service.device.cuda_arena import CudaArena
 from engine_service.device.cuda_graphs import CudaGraphRunner
 from engine_service.device.devices import Device
-from engine_service.device.parallel import meet_over_gloo
+from engine_service.device.meeting import meet_over_gloo
 from relay_service.memory.staging import host_bytes
 
 

@@ -2,7 +2,7 @@
 
 A layer has more slots than experts where hot ones are held several times, each time on
 another rank (arxiv.org/abs/2412.19437, redundant experts). Every rank has as many slots
-as any other, and none stays empty.
+as any other, and none stays empty. Where ranks were lost, nobody may hold an expert.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Slots = tuple[tuple[int, ...], ...]
 TURNS = 60
 """Rows take turns among the replicas of an expert: evenly where there are up to six."""
 _MAX_LISTED = 20
+_NOBODY = [(-1, -1)]
 
 
 class Move(NamedTuple):
@@ -65,26 +66,18 @@ class ExpertMap(msgspec.Struct, frozen=True):
         return type(self)(self.experts, self.layers | dict(layers))
 
     def without(self, groups: Collection[int]) -> Self:
-        """Returns the rows of the others, in their order; some experts may be in none."""
-        return type(self)(
-            self.experts,
-            {
-                layer: tuple(row for group, row in enumerate(rows) if group not in groups)
-                for layer, rows in self.layers.items()
-            },
-        )
+        """Returns the map of the other groups, in their order. Nobody may hold an expert then."""
+        layers = {
+            layer: tuple(held for group, held in enumerate(slots) if group not in groups)
+            for layer, slots in self.layers.items()
+        }
+        return type(self)(self.experts, layers)
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
-        """Experts that no rank holds, by layer; layers that lack none are left out."""
-        placed = {
-            layer: {expert for row in rows for expert in row} for layer, rows in self.layers.items()
-        }
-        found = {
-            layer: tuple(expert for expert in range(self.experts) if expert not in there)
-            for layer, there in placed.items()
-        }
-        return {layer: lost for layer, lost in found.items() if lost}
+        """Experts that nobody holds, by layer; layers that hold all are left out."""
+        found = {layer: tuple(self._lost(slots)) for layer, slots in self.layers.items()}
+        return {layer: experts for layer, experts in found.items() if experts}
 
     @property
     def groups(self) -> int:
@@ -117,9 +110,12 @@ class ExpertMap(msgspec.Struct, frozen=True):
                     yield f"{where}: there is no expert {expert}"
                 elif count > 1:
                     yield f"{where}: expert {expert} is there {count} times"
-        placed = {expert for held in slots for expert in held}
-        if lost := [expert for expert in range(self.experts) if expert not in placed]:
+        if lost := self._lost(slots):
             yield f"layer {layer}: nobody holds {', '.join(map(str, lost))}"
+
+    def _lost(self, slots: Slots) -> list[int]:
+        placed = {expert for held in slots for expert in held}
+        return [expert for expert in range(self.experts) if expert not in placed]
 
 
 class RankExperts(msgspec.Struct, frozen=True):
@@ -135,10 +131,10 @@ class RankExperts(msgspec.Struct, frozen=True):
     def turns(self, layer: int) -> list[list[int]]:
         """Returns, by expert and turn, the slot here that serves; -1 for one elsewhere.
 
-        At every turn exactly one rank serves an expert.
+        At every turn exactly one rank serves an expert; none does one that is lost.
         """
         places = holders(self.map.layers[layer])
-        each = [places[expert] for expert in range(self.map.experts)]
+        each = [places.get(expert, _NOBODY) for expert in range(self.map.experts)]
         return [
             [slot if rank == self.rank else -1 for rank, slot in _repeated(held, TURNS)]
             for held in each
@@ -175,8 +171,11 @@ def moves(old: Slots, new: Slots) -> list[Move]:
     """Returns what every slot that changes gets, in an order that all ranks share.
 
     What a rank holds already it gives itself; otherwise whoever has given least so far.
+    Raises `InvalidRequest` for an expert that nobody holds.
     """
     places, given = holders(old), Counter[int]()
+    if lost := sorted({expert for held in new for expert in held} - places.keys()):
+        raise InvalidRequest(f"nobody holds {', '.join(map(str, lost))}", field="layers")
     made: list[Move] = []
     for target, held in enumerate(new):
         for slot, expert in enumerate(held):

@@ -190,9 +190,14 @@ class Arena(Weights):
         """Returns a unit's bytes where they lie, uint8 `[unit.nbytes]`."""
         return self.bytes_at(unit.offset, unit.nbytes)
 
-    def rename(self, units: Iterable[Unit]) -> None:
-        """Takes units of the same extents as some that are here, called otherwise."""
-        before, self.manifest = self.manifest, self.manifest.renamed(units)
+    def rename(self, units: Iterable[Unit], rank: int | None = None) -> None:
+        """Takes units of the same extents as some that are here, called otherwise.
+
+        With `rank` the arena is that rank's from now on.
+        """
+        before, renamed = self.manifest, self.manifest.renamed(units)
+        number = before.rank if rank is None else rank
+        self.manifest = Manifest(number, renamed.data_bytes, renamed.units)
         self.tensors = {
             new.name: self.tensors[old.name]
             for old_unit, new_unit in zip(before.units, self.manifest.units, strict=True)

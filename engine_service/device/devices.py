@@ -15,9 +15,9 @@ from engine_service.device.cuda_arena import CudaArena
 from engine_service.device.cuda_graphs import CudaGraphRunner
 from engine_service.device.graphs import GraphRunner
 from engine_service.device.kv_cache import KVCache
+from engine_service.device.meeting import Meet, meet_over_gloo, meet_over_nccl
 from engine_service.device.memfd_arena import MemfdArena
 from engine_service.device.models.llama import Llama
-from engine_service.device.parallel import Meet, meet_over_gloo, meet_over_nccl
 from engine_service.device.plan import Memory
 from engine_service.device.runner import Graphs
 from engine_service.errors import ConfigError

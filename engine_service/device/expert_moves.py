@@ -7,7 +7,7 @@ map, names and graphs follow. What can fail does so in the first, and changes no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,13 +22,15 @@ from engine_service.core.expert_messages import (
     Staged,
     StageExperts,
 )
+from engine_service.core.member_messages import Place, Placed
 from engine_service.core.messages import Done
 from engine_service.device.arena import Arena
 from engine_service.device.models.llama import Llama
 from engine_service.device.models.llama_format import layer_specs
 from engine_service.device.parallel import Group
 from engine_service.device.plan import Plan
-from engine_service.errors import ArenaError, ResourceExhausted, WrongState
+from engine_service.device.sharding import Shard
+from engine_service.errors import ArenaError, ConfigError, ResourceExhausted, WrongState
 from relay_service.core.digests import block_digest
 from relay_service.core.manifest import BLOCK_BYTES, Unit
 
@@ -53,6 +55,8 @@ class ExpertMover:
         self._model = model
         self._world = world
         self._staged: _Layer | None = None
+        self.passed: dict[int, tuple[int, ...]] = {}
+        """Experts that rows pass over, by layer: nobody holds them."""
 
     def answer(self, command: ExpertCommand) -> Staged | ExpertsMoved | Done:
         """Does what the front asks. Raises what `stage` and `move` do."""
@@ -60,7 +64,7 @@ class ExpertMover:
             return self.stage(command.layer, command.slots, command.digests)
         if isinstance(command, MoveExperts):
             return self.move()
-        self._staged = None
+        self.drop()
         return Done()
 
     def stage(self, layer: int, slots: Slots, digests: dict[int, tuple[bytes, ...]]) -> Staged:
@@ -91,24 +95,100 @@ class ExpertMover:
             raise WrongState("no experts are staged")
         (layer, experts, contents), self._staged = self._staged, None
         units = self._units(layer)
+        put = [(units[slot], data) for slot, data in contents.items()]
+        return ExpertsMoved(tuple(self._follow([layer], experts, put)))
+
+    def place(self, command: Place) -> Placed:
+        """Follows a map of all layers, with what was taken for it; seals a fresh arena.
+
+        Raises `ArenaError` where a slot, or a fresh arena, lacks what it should hold, or what
+        lies there is no whole; `ConfigError` for a map or number that cannot be this rank's.
+        """
+        arena, taken, layers = self._arena, self._plan.taken, sorted(command.experts.layers)
+        experts = self._placed(command)
+        if not arena.whole:
+            raise ArenaError("the weights were left half-changed")
+        put = []
+        for layer in layers:
+            for unit, expert in zip(self._units(layer), experts.slots(layer), strict=True):
+                name = f"layer.{layer}.expert.{expert}"
+                data = taken.of(unit, name, arena.sequence)
+                if data is not None:
+                    put.append((unit, torch.frombuffer(data, dtype=torch.uint8)))
+                elif unit.name != name:
+                    raise ArenaError(f"{name} was not taken for the slot of {unit.name}", unit=name)
+        if not arena.sealed:
+            self._check_landed()
+        self.drop()
+        self._follow(layers, experts, put, command.rank)
+        self.passed = command.experts.lost if command.routes else {}
+        self._model.pass_over(self.passed)
+        if not arena.sealed:
+            arena.seal()
+        return Placed(arena.manifest.without_digests())
+
+    @property
+    def unserved(self) -> bool:
+        """Whether rows may choose experts that nobody holds."""
+        held = self.shard.experts
+        return held is not None and bool(held.map.lost) and not self.passed
+
+    def drop(self) -> None:
+        """Forgets what is staged or taken, and not in its place."""
+        self._staged = None
+        self._plan.taken.drop()
+
+    def _placed(self, command: Place) -> RankExperts:
+        """Returns the experts of this rank by a new map, if it can be followed."""
+        group, part = divmod(command.rank, self.shard.ranks)
+        known, new = self._experts.map, command.experts
+        sizes = {
+            (layer, len(rows), len(held)) for layer, rows in new.layers.items() for held in rows
+        }
+        slots = {layer: len(self._experts.slots(layer)) for layer in known.layers}
+        groups = self._world.ranks // self.shard.ranks
+        if (part, new.experts) != (self.shard.rank, known.experts) or not 0 <= group < groups:
+            raise ConfigError(f"rank {command.rank} cannot be the number of this one", field="rank")
+        if sizes != {(layer, groups, count) for layer, count in slots.items()}:
+            raise ConfigError(
+                f"the expert map is not one of {groups} groups with as many slots as these",
+                field="expert_map",
+            )
+        return RankExperts(new, group)
+
+    def _check_landed(self) -> None:
+        landed = self._plan.taken.landed
+        if lacking := [u.name for u in self._arena.manifest.units if u.name not in landed]:
+            raise ArenaError(
+                f"the arena lacks {len(lacking)} units, such as {lacking[0]}", unit=lacking[0]
+            )
+
+    def _follow(
+        self, layers: Iterable[int], experts: RankExperts, put: Iterable[tuple[Unit, Tensor]],
+        rank: int | None = None,
+    ) -> list[Unit]:  # fmt: skip
+        """Puts bytes into slots, and has names, map and graphs follow. Returns the units."""
         shard = msgspec.structs.replace(self.shard, experts=experts)
+        renamed = [unit for layer in layers for unit in self._renamed(layer, shard, experts)]
+        with self._arena.committing():
+            for unit, data in put:
+                self._arena.bytes_of(unit).copy_(data)
+            self._arena.rename(renamed, rank)
+            for layer in layers:
+                self._model.place(layer, experts)
+            self.shard = shard
+        return renamed
+
+    def _renamed(self, layer: int, shard: Shard, experts: RankExperts) -> Iterator[Unit]:
         specs = layer_specs(self._plan.config, self._plan.dtype, shard, self._plan.layout, layer)
         called = {spec.name: spec for spec in specs}
-        renamed = []
-        for expert, unit in zip(experts.slots(layer), units, strict=True):
+        for expert, unit in zip(experts.slots(layer), self._units(layer), strict=True):
             name = f"layer.{layer}.expert.{expert}"
             tensors = tuple(
                 msgspec.structs.replace(entry, name=spec.name, logical=spec.logical, cut=spec.cut)
                 for entry, spec in zip(unit.tensors, called[name].tensors, strict=True)
             )
-            renamed.append(msgspec.structs.replace(unit, name=name, tensors=tensors))
-        with self._arena.committing():
-            for slot, data in contents.items():
-                self._arena.bytes_of(units[slot]).copy_(data)
-            self._arena.rename(renamed)
-            self._model.place(layer, experts)
-            self.shard = shard
-        return ExpertsMoved(tuple(renamed))
+            yield msgspec.structs.replace(unit, name=name, tensors=tensors)
 
     @property
     def _experts(self) -> RankExperts:

@@ -26,23 +26,31 @@ Slot = tuple[Linear, Linear]
 _Stored = tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
 _Inner = tuple[int, Tensor, Tensor, Tensor]
 """A slot, the rows and choices that lead there, and what its first half made of them."""
+_LEAST = -1e6
+"""How an expert is judged that nobody holds: below all others, but a number that can be added."""
 _TINY = 1e-20
 """Keeps weights finite where every score has vanished."""
 
 
-def choose(logits: Tensor, correction: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, correction: Tensor | None, moe: MoE, lost: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Chooses experts.
 
     Args:
         logits: The router's, float32 `[tokens, experts]`.
         correction: Bias of each expert in the choice (arxiv.org/abs/2408.15664), or none.
         moe: How to choose.
+        lost: Which experts nobody holds, bool `[experts]`, or none. Others are chosen in their
+            place; one that has to be chosen all the same weighs nothing.
 
     Returns:
         The chosen experts, int64 `[tokens, top_k]`, and their weights, float32.
     """
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
     judged = scores if correction is None else scores + correction
+    if lost is not None:
+        scores, judged = scores.masked_fill(lost, 0.0), judged.masked_fill(lost, _LEAST)
     if moe.groups > 1:
         judged = _within_best_groups(judged, moe)
     chosen = judged.topk(moe.top_k, -1)[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine_service.device.arena import Arena
+from engine_service.device.arena import Weights
 from engine_service.device.checkpoint import open_checkpoint
 from engine_service.device.formats.linear import Linear
 from engine_service.device.intake import DEFAULTS, Filled, Intake, LoadOptions
@@ -23,7 +23,7 @@ from relay_service.core.digests import block_digest
 
 
 def load(
-    arena: Arena,
+    arena: Weights,
     folder: Path,
     slices: Mapping[str, Slice],
     computed: Mapping[str, Tensor],

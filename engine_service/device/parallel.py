@@ -5,25 +5,19 @@ called, so a traced graph holds only the call. Every rank gets the same bits fro
 each piece is reduced in one place, or in one order, and handed round, so all ranks sample
 the same token from the same logits.
 
-A rank that dies or hangs ends the instance either way: gloo raises `CollectiveFailed` here,
-NCCL ends the process that waited beyond the timeout, since its kernels cannot be called back.
-
-The ranks of an instance run on one host: they meet in a memory file that the front made
-and listen on loopback. Nothing is pickled, no port is fixed and no file stays behind.
+When a rank dies or hangs, gloo raises `CollectiveFailed` here, and those that live may meet
+anew; NCCL ends the process that waited beyond the timeout, since its kernels cannot be called
+back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from engine_service.core.rank_config import RankConfig
-from engine_service.errors import CollectiveFailed, ConfigError
+from engine_service.errors import CollectiveFailed
 
 _distributed: Any = torch.distributed  # its stubs lack much of what it has
 _library = torch.library.Library("seedrelay", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,12 +30,19 @@ _joined: dict[str, tuple[Any, int]] = {}
 
 
 class Group:
-    """The ranks that compute one model together; alone, it computes nothing."""
+    """The ranks that compute one model together; alone, it computes nothing.
+
+    Layers share it, so it becomes another one in place when others meet.
+    """
 
     def __init__(self, rank: int = 0, ranks: int = 1, name: str = "") -> None:
         self.rank = rank
         self.ranks = ranks
         self.name = name
+
+    def follow(self, other: Group) -> None:
+        """Becomes another group; what is captured holds the former one until it is captured."""
+        self.rank, self.ranks, self.name = other.rank, other.ranks, other.name
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sums `partial` over all ranks. Raises `CollectiveFailed`."""
@@ -62,7 +63,7 @@ class Group:
 
     def send(self, data: Tensor, to: int) -> None:
         """Gives one rank bytes, which it must `receive`. Raises `CollectiveFailed`."""
-        group, rank = _joined[self.name]
+        group, rank = _found(self.name)
         try:
             group.send([data], to, 0).wait()
         except RuntimeError as error:
@@ -70,7 +71,7 @@ class Group:
 
     def receive(self, into: Tensor, source: int) -> None:
         """Takes bytes from one rank, in place. Raises `CollectiveFailed`."""
-        group, rank = _joined[self.name]
+        group, rank = _found(self.name)
         try:
             group.recv([into], source, 0).wait()
         except RuntimeError as error:
@@ -94,85 +95,37 @@ class Groups(NamedTuple):
     world: Group = ALONE
     """All of the instance: those that hold the other experts, and parts of them."""
 
+    @classmethod
+    def lonely(cls) -> Groups:
+        """Returns groups of nobody else, which may become others."""
+        return cls(Group(), Group())
+
+    def follow(self, others: Groups) -> None:
+        """Leaves these groups, and becomes others in place."""
+        leave(self)
+        for own, other in zip(self, others, strict=True):
+            own.follow(other)
+
 
 NOBODY = Groups()
 
 
-Meet = Callable[[Any, RankConfig], Any]
-"""Opens a process group: takes a store that all ranks share, and who this one is."""
-
-
-def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Groups:
-    """Meets the other ranks of an instance; returns once all are there.
-
-    `rendezvous_fd` is a memory file that all of them inherited. Raises `CollectiveFailed`
-    when a rank stays away beyond `collective_timeout_seconds`.
-    """
-    if settings.world_size == 1:
-        return NOBODY
-    if rendezvous_fd < 0:
-        raise ConfigError(f"{settings.world_size} ranks have nowhere to meet", field="tp")
-    try:
-        store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
-        store.set_timeout(_timeout(settings))
-        return meet_all(store, settings, meet)
-    except RuntimeError as error:
-        raise CollectiveFailed(
-            f"rank {settings.rank} of {settings.world_size} did not meet the others within "
-            f"{settings.collective_timeout_seconds:g} s: {_first_line(error)}",
-            rank=str(settings.rank),
-        ) from error
+def enter(name: str, process_group: Any, rank: int) -> None:
+    """Makes a process group known to the operators, by the name that they carry."""
+    _joined[name] = process_group, rank
 
 
 def leave(groups: Groups) -> None:
-    """Lets go of groups, and of the connections to their ranks."""
+    """Lets go of groups, and of the connections to their ranks.
+
+    What would compute together with them raises `CollectiveFailed` from then on.
+    """
     for group in groups:
         _joined.pop(group.name, None)
 
 
-def meet_all(store: Any, settings: RankConfig, meet: Meet) -> Groups:
-    """Opens the groups of a rank, in the same order on every rank. Raises `RuntimeError`."""
-    world = _open(store, settings.generation, settings, meet)
-    parts = settings.tensor_parallel_size
-    if parts in (1, settings.world_size):
-        return Groups(ALONE if parts == 1 else world, world)
-    own = msgspec.structs.replace(settings, rank=settings.rank % parts, world_size=parts)
-    name = f"{settings.generation}.{settings.rank // parts}"
-    return Groups(_open(store, name, own, meet), world)
-
-
-def _open(store: Any, name: str, settings: RankConfig, meet: Meet) -> Group:
-    own = f"{name} {settings.rank}"  # ranks may share a process, as tests do
-    _joined[own] = meet(_distributed.PrefixStore(name, store), settings), settings.rank
-    return Group(settings.rank, settings.world_size, own)
-
-
-def meet_over_gloo(store: Any, settings: RankConfig) -> Any:
-    """Opens a process group on the CPU."""
-    gloo = _distributed.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001 - so does everybody who sets a timeout or a device
-    options._timeout = _timeout(settings)  # noqa: SLF001
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-    return gloo(store, settings.rank, settings.world_size, options)
-
-
-def meet_over_nccl(store: Any, settings: RankConfig) -> Any:
-    """Opens a process group on CUDA; its collectives may be captured in a graph.
-
-    The ranks meet in their first collective, when the first graph is captured.
-    """
-    nccl = _distributed.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = _timeout(settings)  # noqa: SLF001 - as above
-    return nccl(store, settings.rank, settings.world_size, options)
-
-
-def _timeout(settings: RankConfig) -> timedelta:
-    return timedelta(seconds=settings.collective_timeout_seconds)
-
-
 def _all_reduce(partial: Tensor, group: str, op: Any = _distributed.ReduceOp.SUM) -> Tensor:
-    process_group, rank = _joined[group]
+    process_group, rank = _found(group)
     total = partial.clone(memory_format=torch.contiguous_format)
     try:
         process_group.allreduce([total], op).wait()
@@ -187,7 +140,7 @@ def _all_largest(partial: Tensor, group: str) -> Tensor:
 
 
 def _gather(part: Tensor, group: str, ranks: int) -> Tensor:
-    process_group, rank = _joined[group]
+    process_group, rank = _found(group)
     parts = part.new_empty(ranks, *part.shape)
     try:
         process_group.allgather([list(parts.unbind(0))], [part.contiguous()]).wait()
@@ -196,15 +149,21 @@ def _gather(part: Tensor, group: str, ranks: int) -> Tensor:
     return parts.transpose(0, 1).flatten(1)
 
 
+def _found(group: str) -> tuple[Any, int]:
+    if group not in _joined:
+        raise CollectiveFailed("this rank has left the others, and has not met them anew")
+    return _joined[group]
+
+
 def _failed(what: str, rank: int, error: RuntimeError) -> CollectiveFailed:
     return CollectiveFailed(
         f"rank {rank}: another rank has gone or did not come to the {what} in time: "
-        f"{_first_line(error)}",
+        f"{first_line(error)}",
         rank=str(rank),
     )
 
 
-def _first_line(error: RuntimeError) -> str:
+def first_line(error: RuntimeError) -> str:
     """Cuts what gloo puts around a reason: a place in its source, and advice."""
     text = str(error).partition("] ")[2] or str(error)
     return text.splitlines()[0].partition(". This is")[0] if text else type(error).__name__

@@ -5,7 +5,7 @@ Importing torch takes more than a second; the kernel zeroes the arena's pages me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine_service.core import messages
 from engine_service.core.expert_map import RankExperts
@@ -15,6 +15,7 @@ from engine_service.device.dtypes import served_dtype
 from engine_service.device.formats.layouts import Layout, choose_layout
 from engine_service.device.models import llama_format
 from engine_service.device.sharding import Shard, check_divides, place_experts
+from engine_service.device.taking import TakenUnits
 from engine_service.errors import ConfigError, InvalidRequest, ModelError
 from relay_service.core.dtypes import DType
 from relay_service.core.layout import lay_out
@@ -46,6 +47,20 @@ class Plan:
     """None for a rank whose memory lies on a device; torch's driver comes first there."""
     facts: tuple[tuple[str, str], ...]
     """What decides what the bytes mean."""
+    taken: TakenUnits = field(default_factory=TakenUnits)
+    """What the rank has taken out of other memory."""
+
+    def allocated(self, memory: Memory) -> messages.Allocated:
+        """Describes the arena before anything is built on it."""
+        return messages.Allocated(
+            manifest=self.manifest,
+            facts=self.facts,
+            max_positions=self.config.max_positions,
+            address=memory.mapping.address,
+            page_kind=memory.mapping.page_kind(),
+            descriptors=1,
+            experts=self.shard.experts.map if self.shard.experts else None,
+        )
 
 
 def allocate(manifest: Manifest, generation: str) -> Memory:

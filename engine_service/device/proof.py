@@ -72,6 +72,7 @@ def _running(
     try:
         cache = KVCache(own, rank.dtype, blocks, tokens, rank.device.torch)
         model = Llama(own, weights.tensors, groups, rank.layout, rank.shard.experts)
+        model.pass_over(rank.experts.passed)
         yield Runner(model, cache, _Eager(model, cache)), cache
     finally:
         parallel.leave(groups)

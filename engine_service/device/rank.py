@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
 
 from engine_service.core import messages
+from engine_service.core.member_messages import ReadUnits, Rejoin, UnitsRead
 from engine_service.device import probe
 from engine_service.device.audit import audit
 from engine_service.device.checking import WeightChecker
@@ -16,16 +18,18 @@ from engine_service.device.expert_moves import ExpertMover
 from engine_service.device.intake import LoadOptions
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.loading import load
+from engine_service.device.meeting import join
 from engine_service.device.models import llama_format
 from engine_service.device.models.llama import Llama
-from engine_service.device.parallel import Groups, join
+from engine_service.device.parallel import Group, Groups, leave
 from engine_service.device.plan import Plan, plan
 from engine_service.device.runner import Runner
 from engine_service.device.settling import Settler
 from engine_service.device.sharding import Shard, rank_config
 from engine_service.device.staging import Staging
 from engine_service.device.tolerance import tolerance
-from engine_service.errors import WrongState
+from engine_service.device.unit_reading import read_units
+from engine_service.errors import CollectiveFailed, ConfigError, WrongState
 
 Progress = Callable[[int, int], None]
 
@@ -36,7 +40,7 @@ class Rank:
     def __init__(
         self, start: messages.Start, rendezvous_fd: int = -1, planned: Plan | None = None
     ) -> None:
-        """Builds this rank's part on an arena of zeros, and meets the others.
+        """Builds this rank's part on an arena of zeros, and meets the others unless it joins later.
 
         `rendezvous_fd` is where several ranks meet, `planned` what was planned for `start`
         already. Raises what `plan` does, `ConfigError` for a device that isn't there, and
@@ -44,13 +48,16 @@ class Rank:
         """
         settings, planned = start.config, planned or plan(start)
         self._settings, self._rendezvous_fd = settings, rendezvous_fd
+        self._met_as, self._void = "", False
         self.config, self.dtype = planned.config, planned.dtype
         self.facts, self.layout = planned.facts, planned.layout
         self.device = device = open_device(settings, planned.memory)
         self.arena = device.allocate(planned.manifest, settings.generation)
         self._settler = Settler(self.arena)
         own = rank_config(planned.config, planned.shard)
-        groups = self.meet()
+        self.groups = groups = Groups.lonely()
+        if not settings.joins_later:
+            groups.follow(self.meet())
         self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
         self.experts = ExpertMover(planned, self.arena, self.model, groups.world)
         self.checker = WeightChecker(self.arena, self.model.weights)
@@ -73,9 +80,44 @@ class Rank:
 
     def meet(self, name: str = "") -> Groups:
         """Meets the other ranks, in groups of that name. Raises `CollectiveFailed`."""
-        life = f"{self.generation}.{name}" if name else self.generation
+        life = ".".join(filter(None, (self.generation, self._met_as, name)))
         settings = msgspec.structs.replace(self._settings, generation=life)
         return join(settings, self._rendezvous_fd, self.device.meet)
+
+    @property
+    def outlives_peers(self) -> bool:
+        """Whether it goes on when another rank is lost."""
+        return self._settings.outlives_peers and self.arena.whole
+
+    def part(self) -> None:
+        """Leaves the others: whatever needs them raises `CollectiveFailed` until `rejoin`."""
+        leave(self.groups)
+
+    def rejoin(self, command: Rejoin) -> None:
+        """Leaves the groups so far and meets other ranks; what is captured is void.
+
+        Raises `ConfigError` for a number that cannot be this rank's, `WrongState` where weights
+        were left half-changed, `CollectiveFailed` when a rank stays away: none has met then.
+        """
+        settings, parts = self._settings, self.shard.ranks
+        rank, size = command.rank, command.world_size
+        if size % parts or not 0 <= rank < size or rank % parts != self.shard.rank:
+            raise ConfigError(f"rank {rank} of {size} cannot be this one", field="rank")
+        if not self.arena.whole:
+            raise WrongState("the weights were left half-changed")
+        self._settings = msgspec.structs.replace(
+            settings, rank=rank, world_size=size, expert_parallel_size=size // parts
+        )
+        self._met_as, self._void = command.name, True
+        self.staging.outlive()
+        self.groups.follow(Groups(Group(rank % parts, parts), Group(rank, size)))
+        self.groups.follow(self.meet())
+        try:
+            # Whoever has its sum knows that all are there.
+            self.groups.world.all_reduce(torch.zeros(1, device=self.device.torch))
+        except CollectiveFailed:
+            self.part()
+            raise
 
     def allocated(self) -> messages.Allocated:
         """Describes the arena, whose descriptors are `arena.descriptors`."""
@@ -97,6 +139,7 @@ class Rank:
         """
         audit(self.model, self.arena, self.cache)
         self.graphs.capture()
+        self._void = False
 
     def load(
         self, folder: Path, progress: Progress, *, narrow: bool = True, bytes_per_second: int = 0
@@ -123,10 +166,16 @@ class Rank:
         self.arena.seal()
         return messages.Loaded(manifest, report)
 
+    def read_units(self, fd: int, command: ReadUnits, progress: Progress) -> UnitsRead:
+        """See `unit_reading.read_units`."""
+        return read_units(self, fd, command, progress)
+
     def step(self, rows: tuple[messages.Row, ...]) -> messages.Sampled:
         """Runs a batch. Raises `WrongState` while the weights are not committed."""
         if not (self.arena.sealed and self.arena.whole):
             raise WrongState("the weights are not committed: nothing is served from them")
+        if self._void or self.experts.unserved:
+            raise WrongState("the ranks have met anew, and are not ready to compute together")
         sampled = self.runner.step(rows)
         news = self._settler.news()
         return msgspec.structs.replace(sampled, page_kind=news) if news else sampled

@@ -58,6 +58,7 @@ class Staging:
         self._stage: Stage | None = None
         self._releasing: threading.Thread | None = None
         self._proofs = 0
+        self._outlived = False
 
     @property
     def changed(self) -> bool:
@@ -78,6 +79,7 @@ class Staging:
         Raises `WrongState` for a command out of its order, and what the messages say.
         """
         with self._busy:
+            self._drop_outlived()
             match command:
                 case OpenStaging():
                     self._open(command)
@@ -108,6 +110,7 @@ class Staging:
         if not self._busy.acquire(blocking=False):
             raise WrongState("weights are still being staged")
         try:
+            self._drop_outlived()
             stage, arena = self._finished, self._arena
             if stage.outdated:
                 self._drop()
@@ -123,6 +126,23 @@ class Staging:
             return Applied(copied, seconds)
         finally:
             self._busy.release()
+
+    def outlive(self) -> None:
+        """Drops what is staged, since others compute together now; without waiting.
+
+        What a command is at work on it finds dropped at the next one.
+        """
+        self._outlived = True
+        if self._busy.acquire(blocking=False):
+            try:
+                self._drop_outlived()
+            finally:
+                self._busy.release()
+
+    def _drop_outlived(self) -> None:
+        if self._outlived:
+            self._outlived, self._proofs = False, 0
+            self._forget()
 
     @property
     def _arena(self) -> Arena:

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING
 from engine_service.core import messages
 from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
+from engine_service.core.member_messages import Beat, Place, ReadUnits, Rejoin, TakeUnits
 from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
 from engine_service.device.plan import Plan, plan
 from engine_service.device.replies import Replies
 from engine_service.device.restoring import restore
+from engine_service.device.taking import take_units
 from engine_service.errors import CollectiveFailed, EngineError, WrongState
 from relay_service.core.channel import BlockingChannel, ChannelClosed
 from relay_service.errors import RelayError
@@ -66,36 +68,45 @@ class Worker:
 
         An error that nobody expected during a step, or while experts or weights are put into
         place, is answered and raised too: what it left behind is unknown, so the rank ends. So
-        it does after a collective that failed (the ranks would never be in step again), and
-        where weights were left half-changed.
+        it does where weights were left half-changed, and after a collective that failed (the
+        ranks would never be in step again), unless it outlives its peers and meets others.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
             try:
                 self._answer(command)
             except (EngineError, RelayError) as error:
+                ends = self._ends(command, error)
                 self._replies.fail(error)
-                if isinstance(error, CollectiveFailed) or self._left_changed(command):
+                if ends:
                     raise
             except ChannelClosed:
                 raise
             except Exception as error:
                 _log.exception("%s failed", type(command).__name__)
                 self._replies.fail(error)
-                if isinstance(command, messages.Step | MoveExperts | ApplyUpdate):
+                if isinstance(command, messages.Step | MoveExperts | ApplyUpdate | Place):
                     raise
 
-    def _left_changed(self, command: messages.Command) -> bool:
-        commits = isinstance(command, MoveExperts | ApplyUpdate)
-        return commits and self._rank is not None and not self._rank.arena.whole
+    def _ends(self, command: messages.Command, error: Exception) -> bool:
+        """Returns whether an error ends the rank; otherwise it leaves peers that failed."""
+        if isinstance(error, CollectiveFailed):
+            if self._rank is None or not self._rank.outlives_peers:
+                return True
+            self._rank.part()
+        if isinstance(command, MoveExperts | ApplyUpdate):
+            return self._rank is not None and not self._rank.arena.whole
+        return isinstance(command, Place)
 
     def _answer(self, command: messages.Command) -> None:
         reply: messages.Reply
         match command:
             case messages.Start():
                 reply = self._start(command)
-            case messages.Restore():
-                reply = self._restore(command)
+            case messages.Restore() | TakeUnits() | ReadUnits():
+                reply = self._with_memory(command)
+            case Beat():
+                reply = messages.Done()
             case _:
                 reply = self._run(command)
         descriptors: tuple[int, ...] = ()
@@ -111,26 +122,26 @@ class Worker:
         planned = plan(command)
         self._planned = command, planned
         memory = planned.memory
-        if command.config.world_size > 1 or memory is None:
+        meets = command.config.world_size > 1 and not command.config.joins_later
+        if meets or memory is None:
             # The ranks meet: one that hangs is missed here, in time. A device needs torch.
             rank = self._built(command)
             return rank.allocated()
-        return messages.Allocated(
-            manifest=planned.manifest,
-            facts=planned.facts,
-            max_positions=planned.config.max_positions,
-            address=memory.mapping.address,
-            page_kind=memory.mapping.page_kind(),
-            descriptors=1,
-            experts=planned.shard.experts.map if planned.shard.experts else None,
-        )
+        return planned.allocated(memory)
 
-    def _restore(self, command: messages.Restore) -> messages.Reply:
+    def _with_memory(self, command: messages.Restore | TakeUnits | ReadUnits) -> messages.Reply:
+        """Does what needs memory whose descriptor has come along."""
         (fd,) = self._channel.take_descriptors(1)
         try:
             if self._planned is None:
-                raise WrongState("Restore before Start")
-            return restore(self._planned[1], fd, command.manifest, self._replies.progress)
+                raise WrongState(f"{type(command).__name__} before Start")
+            planned, progress = self._planned[1], self._replies.progress
+            if isinstance(command, messages.Restore):
+                return restore(planned, fd, command.manifest, progress)
+            if isinstance(command, ReadUnits):
+                return self._built(command).read_units(fd, command, progress)
+            arena = self._rank.arena if self._rank else None
+            return take_units(planned, arena, fd, command, progress)
         finally:
             os.close(fd)
 
@@ -186,6 +197,10 @@ class Worker:
         """Does what neither computes for requests nor changes weights."""
         reply: messages.Reply = messages.Done()
         match command:
+            case Rejoin():
+                rank.rejoin(command)
+            case Place():
+                reply = rank.experts.place(command)
             case messages.Capture():
                 rank.capture()
                 times = self._imported_at, self._built_at

@@ -8,7 +8,8 @@ from typing import Self
 import msgspec
 from tiny_llama import Sequence, start_message
 
-from engine_service.core.expert_map import Slots, moves
+from engine_service.core.expert_map import ExpertMap, Slots, moves
+from engine_service.core.member_messages import Place, Placed, Rejoin
 from engine_service.core.messages import Loaded, Sampled
 from engine_service.device import parallel
 from engine_service.device.rank import Rank
@@ -122,6 +123,33 @@ class Ranks:
         """Moves a layer's experts on all ranks."""
         for answers in (self.stage(layer, slots), self.each(lambda rank: rank.experts.move())):
             assert not any(isinstance(answer, Exception) for answer in answers), answers
+
+    def lose(self, *groups: int) -> None:
+        """Has groups of ranks go; the others find out at what they compute next."""
+        for rank in self.ranks:
+            if rank.shard.experts.rank in groups:
+                rank.part()
+        self.ranks = [rank for rank in self.ranks if rank.shard.experts.rank not in groups]
+
+    def rejoin(self, name: str) -> list:
+        """Has the ranks that are left meet anew, numbered in their order."""
+        return self.numbered(lambda rank, number: rank.rejoin(
+            Rejoin(name, number, len(self.ranks))))  # fmt: skip
+
+    def place(self, experts: ExpertMap, *, routes: bool = False) -> None:
+        """Has all ranks follow a map, and capture."""
+        placed = self.numbered(lambda rank, number: rank.experts.place(
+            Place(experts, number, routes)))  # fmt: skip
+        assert all(isinstance(one, Placed) for one in placed), placed
+        assert [one.manifest.rank for one in placed] == list(range(len(self.ranks)))
+        assert [one.manifest for one in placed] == [r.arena.manifest for r in self.ranks]
+        captured = self.each(Rank.capture)
+        assert captured == [None] * len(self.ranks), captured
+
+    def numbered(self, work) -> list:
+        """Does something with every rank and its number at once."""
+        numbers = {id(rank): number for number, rank in enumerate(self.ranks)}
+        return self.each(lambda rank: work(rank, numbers[id(rank)]))
 
     def digests(self) -> list[dict[str, tuple[bytes, ...]]]:
         """Returns the digests of every unit as its bytes are now, by rank and name."""

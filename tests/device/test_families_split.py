@@ -13,7 +13,7 @@ from oracles import FAMILIES, make
 from tiny_llama import BLOCK_TOKENS, Sequence, start_message
 
 from engine_service.core.messages import RankConfig
-from engine_service.device import parallel
+from engine_service.device import meeting, parallel
 from engine_service.device.audit import audit
 from engine_service.device.batch import make_batch
 from engine_service.device.graphs import GraphRunner
@@ -43,7 +43,7 @@ def groups():
             rank=rank, world_size=RANKS, generation="tests", dtype="float32", device="cpu",
             threads=1, kv_block_tokens=BLOCK_TOKENS, kv_blocks=64, collective_timeout_seconds=60,
         )  # fmt: skip
-        parallel._joined[names[rank]] = parallel.meet_over_gloo(store, settings), rank
+        parallel._joined[names[rank]] = meeting.meet_over_gloo(store, settings), rank
         return parallel.Group(rank, RANKS, names[rank])
 
     with ThreadPoolExecutor(RANKS) as threads:

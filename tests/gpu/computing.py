@@ -8,8 +8,9 @@ import time
 import torch
 
 from engine_service.core.messages import RankConfig, Row, Sampling
+from engine_service.device.meeting import meet_over_nccl
 from engine_service.device.models.llama import Llama
-from engine_service.device.parallel import _joined, meet_over_nccl
+from engine_service.device.parallel import _joined
 from engine_service.device.tolerance import relative_difference, tolerance
 from tests.gpu.place import Lander, Place
 

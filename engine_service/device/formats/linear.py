@@ -60,9 +60,7 @@ class Linear:
 
         `across` are the ranks that hold its other columns.
         """
-        rounds = KERNELS[layout.name] is int8 and across.ranks > 1
-        self.across = across.name if rounds else ""
-        """Group that must know the largest number of a row before it is rounded; or empty."""
+        self._across = across
         self.layout = layout
         self.rename(name)
         self.tensors = tuple(tensors[each] for each in self.names)
@@ -71,6 +69,12 @@ class Linear:
     def rename(self, name: str) -> None:
         """Makes it matrix `name`, as what its tensors hold has become."""
         self.names = self.layout.names(name)
+
+    @property
+    def across(self) -> str:
+        """Group that must know the largest number of a row before it is rounded; or empty."""
+        rounds = KERNELS[self.layout.name] is int8 and self._across.ranks > 1
+        return self._across.name if rounds else ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +97,8 @@ class Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns `[tokens, rows]` for `[tokens, columns]`."""
-        largest = all_largest(int8.largest(hidden), self.across) if self.across else None
+        across = self.across
+        largest = all_largest(int8.largest(hidden), across) if across else None
         return multiply(hidden, self.tensors, self.layout.name, largest)
 
     def bound(self, tensors: Sequence[Tensor]) -> Self:

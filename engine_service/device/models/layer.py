@@ -18,7 +18,7 @@ from engine_service.device.formats.layouts import Layout
 from engine_service.device.formats.linear import Linear
 from engine_service.device.layers import Stage, gated, plus, rms_norm, rotate
 from engine_service.device.models.routing import MoE
-from engine_service.device.parallel import Group, Groups
+from engine_service.device.parallel import ALONE, Group, Groups
 
 
 class Layer(Stage):
@@ -127,7 +127,7 @@ class SparseLayer(Layer):
 
     WEIGHTS: ClassVar[tuple[str, ...]] = (
         *Layer.WEIGHTS, "router", "correction", "shared_gate_up", "shared_down", "shared_gate",
-        "placement", "experts",
+        "placement", "lost", "experts",
     )  # fmt: skip
     COMPILES = False
     router: Tensor
@@ -136,6 +136,8 @@ class SparseLayer(Layer):
     shared_down: Linear | None = None
     shared_gate: Tensor | None
     placement: Tensor
+    lost: Tensor | None = None
+    """Experts that rows pass over, while there are some: see `choose`."""
     experts: tuple[Slot, ...]
 
     def __init__(
@@ -159,7 +161,7 @@ class SparseLayer(Layer):
                 f"{own}shared_", hidden, moe.shared_ffn_size, tensors, layout, groups.tensor
             )
         self.experts = tuple(
-            _mlp(f"{own}expert.{expert}.", hidden, moe.ffn_size, tensors, layout, groups.tensor)
+            expert_slot(f"{own}expert.{expert}", config, tensors, layout, groups.tensor)
             for expert in slots
         )
 
@@ -175,7 +177,7 @@ class SparseLayer(Layer):
         Of groups that all hold the shared experts, the first alone adds them.
         """
         logits = functional.linear(normed.float(), self.router)
-        chosen, weights = choose(logits, self.correction, self.moe)
+        chosen, weights = choose(logits, self.correction, self.moe, self.lost)
         partial = mix(normed, chosen, weights, self.placement, self.experts)
         shares = self.groups.world.rank < self.groups.tensor.ranks
         if shares and self.shared_gate_up is not None and self.shared_down is not None:
@@ -185,6 +187,15 @@ class SparseLayer(Layer):
                 shared = shared * share.to(shared.dtype)
             partial = partial + shared
         return self.groups.world.all_reduce(partial)
+
+
+def expert_slot(
+    unit: str, config: ModelConfig, tensors: Mapping[str, Tensor], layout: Layout,
+    group: Group = ALONE,
+) -> Slot:  # fmt: skip
+    """Finds the matrices of an expert; `config` has the sizes of a rank's part of it."""
+    ffn_size = config.moe.ffn_size if config.moe else config.ffn_size
+    return _mlp(f"{unit}.", config.hidden_size, ffn_size, tensors, layout, group)
 
 
 def _mlp(

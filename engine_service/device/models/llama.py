@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Llama:
             self.placement = torch.zeros(
                 config.layers, count, TURNS, dtype=torch.int64, device=tensors["embed"].device
             )
+        self.lost: Tensor | None = None
         self.embedding = Embedding(config, tensors, groups.tensor)
         self.layers = [
             self._layer(tensors, index, groups, layout, experts) for index in range(config.layers)
@@ -95,7 +96,27 @@ class Llama:
     @property
     def state(self) -> dict[str, Tensor]:
         """Runtime state by name: what a pass reads that isn't weights, and no cache."""
-        return {"experts.placement": self.placement} if self.config.moe else {}
+        if not self.config.moe:
+            return {}
+        passed = {} if self.lost is None else {"experts.lost": self.lost}
+        return {"experts.placement": self.placement} | passed
+
+    def pass_over(self, lost: Mapping[int, Sequence[int]]) -> None:
+        """Lets no row choose these experts, by layer; what is captured must be captured anew.
+
+        Where there are none, a pass is as if there had never been any.
+        """
+        self.lost = None
+        if lost:
+            with torch.inference_mode(mode=False):
+                self.lost = torch.zeros(
+                    self.placement.shape[:2], dtype=torch.bool, device=self.placement.device
+                )
+            for layer, experts in lost.items():
+                self.lost[layer, list(experts)] = True
+        for index, each in enumerate(self.layers):
+            if isinstance(each, SparseLayer):
+                each.lost = None if self.lost is None else self.lost[index]
 
     def place(self, layer: int, experts: RankExperts) -> None:
         """Follows experts of a layer that lie otherwise by now, captured graphs included."""
