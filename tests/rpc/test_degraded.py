@@ -61,6 +61,10 @@ async def test_messages_of_several_tokens(service):
     found = await marked(service, stream_interval=9)
     assert [list(one.token_ids) for one in found] == [[2], [3], [4, 5]]
     assert [one.degraded for one in found] == [False, True, True]
+    await degrade(service)
+    found = await service.answer(**tokens(1, max_tokens=8), stream_interval=3)
+    assert [len(one.token_ids) for one in found] == [1, 3, 3, 1]
+    assert all(one.degraded for one in found)
 
 
 async def test_kv_is_never_found_on_the_other_side(service):

@@ -37,7 +37,7 @@ from relay_service.rpc.metrics_server import MetricsServer
 from seedrelay.v1 import engine_pb2
 
 MEMBERSHIP_LINE = (
-    "membership 2: ROUTED, 2 ranks in 1 groups, 1 groups lost, "
+    "membership 2: ROUTED, 2 ranks in 1 group, 1 group lost, "
     "2 experts lost in 2 layers: rank 2 was killed"
 )
 LOST = ExpertMap(EXPERTS, dict.fromkeys(LAYERS, SPREAD[:1]))
@@ -195,7 +195,7 @@ async def test_the_table(lost):
     }  # fmt: skip
     assert (shown["layers"]["1"], shown["digests"]["1"][3]) == ([[0, 1, 2]], "")
     status = await seedrelay("status", lost.address)
-    assert "  membership 2: ROUTED, 2 ranks in 1 groups, 1 groups lost" in status.stdout
+    assert "  membership 2: ROUTED, 2 ranks in 1 group, 1 group lost" in status.stdout
     assert "  experts: pulling from seed: 64/128 bytes (slow)" in status.stdout
     status = json.loads((await seedrelay("status", lost.address, "--json")).stdout)
     assert status["membership"] == shown["membership"]
