@@ -42,11 +42,13 @@ def line(shown: dict[str, Any]) -> str:
     """Returns who computes together, for people."""
     lost, reason = shown["groups_lost"], shown["reason"]
     experts = sum(map(len, shown["lost"].values()))
+    ranks, groups = shown["members"], {one["group"] for one in shown["members"]}
+    gone = f"{_count(experts, 'expert')} lost in {_count(len(shown['lost']), 'layer')}"
     return (
-        f"membership {shown['epoch']}: {shown['state']}, {len(shown['members'])} ranks in "
-        f"{len({one['group'] for one in shown['members']})} groups"
-        + (f", {lost} groups lost" if lost else "")
-        + (f", {experts} experts lost in {len(shown['lost'])} layers" if experts else "")
+        f"membership {shown['epoch']}: {shown['state']}, "
+        f"{_count(len(ranks), 'rank')} in {_count(len(groups), 'group')}"
+        + (f", {_count(lost, 'group')} lost" if lost else "")
+        + (f", {gone}" if experts else "")
         + (f": {reason}" if reason else "")
     )
 
@@ -57,3 +59,7 @@ def progress_line(shown: dict[str, Any]) -> str:
     total = shown["bytes_total"]
     how_much = f": {shown['bytes_done']}/{total} bytes" if total else ""
     return f"{shown['phase']}{where}{how_much}" + (f" ({shown['note']})" if shown["note"] else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from engines import Service
+from experts import STEPS, WHOLE, FakeRecovery
 from updates import virtually
 
 from engine_service.core.gate import Closing
@@ -60,6 +61,15 @@ def _fill(instance):
     instance.filling = FillProgress(phase="matching")
 
 
+def _members(instance):
+    instance.membership = WHOLE
+
+
+def _recovery(instance):
+    instance.recovery = FakeRecovery(instance)
+    instance.recovery.progress = STEPS[0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -68,8 +78,10 @@ def _fill(instance):
         _label,
         _phase,
         _fill,
+        _members,
+        _recovery,
     ],
-    ids=["state", "gate", "version", "update", "fill"],
+    ids=["state", "gate", "version", "update", "fill", "members", "recovery"],
 )
 def test_what_is_new(change):
     """Each change is told once, and then there is quiet."""

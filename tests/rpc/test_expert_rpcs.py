@@ -1,15 +1,14 @@
 """Experts are shown and moved over real sockets, between the steps of an engine without a model."""
 
 import asyncio
-import dataclasses
-import random
 
 import pytest
 from engines import FakeRanks, tokens
-from fakes import eventually, verified
+from experts import EXPERTS, GROUPS, LAYERS, PARTS, fresh, layout, spread
+from fakes import eventually
 
 from clients.errors import CallFailed, DeadlineExceeded
-from engine_service.core.expert_map import ExpertMap, RankExperts, moves
+from engine_service.core.expert_map import RankExperts, moves
 from engine_service.core.expert_messages import (
     DropExperts,
     ExpertsMoved,
@@ -19,30 +18,11 @@ from engine_service.core.expert_messages import (
 )
 from engine_service.core.messages import Done
 from engine_service.errors import ArenaError, RankDied
-from relay_service.core.dtypes import DType
-from relay_service.core.instance import State, Weights
-from relay_service.core.layout import TensorSpec, UnitSpec, lay_out
+from relay_service.core.instance import State
 from relay_service.core.manifest import weights_digest
 from seedrelay.v1 import engine_pb2
 
-LAYERS, EXPERTS, GROUPS, PARTS = (1, 2), 4, 2, 2
 NEW = ((3, 1, 2), (0, 1, 3))
-
-
-def _layout(experts: RankExperts, rank: int):
-    names = [f"layer.{n}.expert.{e}" for n in LAYERS for e in experts.slots(n)]
-    specs = [UnitSpec(n, (TensorSpec(f"{n}.down", DType.U8, (64,), logical=n),)) for n in names]
-    dense = UnitSpec("dense", (TensorSpec("dense", DType.U8, (8,)),))
-    return lay_out(rank, [dense, *specs])
-
-
-def _contents(layout, part: int) -> bytes:
-    """Returns bytes that depend on what a unit is called, not on where it lies."""
-    data = bytearray(layout.data_bytes)
-    for unit in layout.units:
-        drawn = random.Random(f"{unit.name} {part}").randbytes(unit.nbytes)  # noqa: S311
-        data[unit.offset : unit.offset + unit.nbytes] = drawn
-    return bytes(data)
 
 
 class FakeExperts(FakeRanks):
@@ -83,7 +63,7 @@ class FakeExperts(FakeRanks):
             ExpertsMoved(
                 tuple(
                     unit
-                    for unit in _layout(RankExperts(placed, rank // PARTS), rank).units
+                    for unit in layout(RankExperts(placed, rank // PARTS), rank).units
                     if unit.name.startswith(f"layer.{self.layer.layer}.")
                 )
             )
@@ -98,20 +78,8 @@ def experts(service):
     ranks = FakeExperts(instance)
     instance.ranks = service.ranks = ranks
     instance.engine._runner = ranks
-    instance.config = dataclasses.replace(
-        instance.config, tensor_parallel_size=PARTS, expert_parallel_size=GROUPS,
-        redundant_experts=2,
-    )  # fmt: skip
-    instance.experts = ExpertMap.linear(EXPERTS, list(LAYERS), GROUPS, 2)
-    instance.manifests = _fresh(instance.experts)
-    digest = weights_digest(instance.manifests)
-    instance.engine.weights = Weights("v1", digest, 1)
+    spread(instance)
     return service
-
-
-def _fresh(placed: ExpertMap) -> list:
-    layouts = [_layout(RankExperts(placed, n // PARTS), n) for n in range(GROUPS * PARTS)]
-    return [verified(one, _contents(one, n % PARTS)) for n, one in enumerate(layouts)]
 
 
 def _layer(number: int, slots) -> engine_pb2.LayerExperts:
@@ -153,7 +121,7 @@ async def test_a_change_of_the_map(experts):
     assert [_slots(one) for one in after.layers] == [NEW, NEW]
     assert [one.digests for one in after.layers] == [one.digests for one in before.layers]
     instance = experts.instance
-    assert instance.manifests == _fresh(instance.experts)
+    assert instance.manifests == fresh(instance.experts)
     assert done.weights_digest == weights_digest(instance.manifests)
     assert instance.engine.weights.digest == done.weights_digest
     assert instance.placement.expert_map == instance.experts.digest
@@ -201,7 +169,7 @@ async def test_a_layer_that_cannot_be_staged(experts):
     assert (failed.value.reason, failed.value.details["tensor"]) == ("ArenaError", "x")
     found = await experts.client.expert_map()
     assert [_slots(one) for one in found.map.layers] == [NEW, ((0, 1, 2), (3, 0, 1))]
-    assert (found.epoch, experts.instance.manifests) == (2, _fresh(experts.instance.experts))
+    assert (found.epoch, experts.instance.manifests) == (2, fresh(experts.instance.experts))
     assert isinstance(experts.ranks.asked[-1], DropExperts)
     del experts.ranks.failing[StageExperts]
     assert (await experts.client.set_expert_map([_layer(2, NEW)])).layers_changed == 1
