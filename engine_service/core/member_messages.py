@@ -14,7 +14,7 @@ from relay_service.core.manifest import Manifest
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Asks whether the rank still answers. Answered by `Done`."""
+    """Asks whether the rank still answers. Answered by `Done`, once its model is built."""
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from engine_service.core.expert_placing import regrouped
 from engine_service.core.formation import Formation
 from engine_service.core.gathering import Gatherer, Memory
 from engine_service.core.instance import Instance
+from engine_service.core.member_messages import Beat
 from engine_service.core.membership import (
     ExpertProgress,
     ExpertReport,
@@ -27,6 +28,9 @@ from engine_service.core.messages import CheckProbe, Done, Start
 from engine_service.core.ranks import RankGroup
 from engine_service.core.recovery_plan import Holder, RecoveryPlan, plan
 from engine_service.errors import EngineError, RankDied
+
+BUILD_SECONDS = 60.0
+"""Longest time for fresh ranks to import what they are made of, and to build their models."""
 
 
 class Recruiting:
@@ -64,6 +68,7 @@ class Recruiting:
             planned = self._planned(memories)
             gatherer = Gatherer(self._instance, self._fresh, self._first, self._note)
             await gatherer.gather(planned, memories, options, report)
+            await self._fresh.bounded(self._fresh.same(Beat(), Done), "Beat", BUILD_SECONDS)
             await self._commit()
         except BaseException:
             await asyncio.gather(*(worker.kill() for worker in self._fresh.workers))

@@ -106,6 +106,8 @@ class Worker:
             case messages.Restore() | TakeUnits() | ReadUnits():
                 reply = self._with_memory(command)
             case Beat():
+                if self._planned:
+                    self._built(command)
                 reply = messages.Done()
             case _:
                 reply = self._run(command)

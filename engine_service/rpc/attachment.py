@@ -187,7 +187,8 @@ class Attachment:
             while True:
                 self._answers.put_nowait(decode_to_engine(await channel.receive()))
         except (ChannelClosed, msgspec.MsgspecError) as error:
-            _log.warning("relay %s: %s", self._relay.address, error)
+            if self._channel is channel:  # else it was left on purpose
+                _log.warning("relay %s: %s", self._relay.address, error)
             self._answers.put_nowait(None)  # nobody shall wait for an answer that cannot come
             self._answers, self._owed = asyncio.Queue(), 0
             if self._channel is channel:
