@@ -67,8 +67,8 @@ async def seed(fleet, relay, name="seed", groups=LINEAR, parts=1, other=(), **ch
     """Attaches an instance that serves; some experts of another version."""
     ranks = split(groups, parts)
     memory = Memory([one.manifest for one in ranks], filled(groups, parts, other))
-    placement = Placement(parts, len(groups), 0, f"map of {name}")
-    return await fleet.engine(relay, name, memory=memory, placement=placement, **changes)
+    placed = {"placement": Placement(parts, len(groups), 0, f"map of {name}")}
+    return await fleet.engine(relay, name, memory=memory, **placed | changes)
 
 
 def missing(*experts: int, parts: int = 1, of_parts: tuple[int, ...] = ()) -> list[Missing]:

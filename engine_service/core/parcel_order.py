@@ -6,7 +6,6 @@ Plain Python.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
 from engine_service.core.membership import ExpertProgress, OnExpertProgress, PulledUnit
@@ -23,15 +22,14 @@ class Order:
     def __init__(
         self, parcels: Sequence[Parcel], on_progress: OnExpertProgress, timeout_seconds: float
     ) -> None:
-        """Bounds the time by `timeout_seconds`; 0 for no bound."""
+        """`timeout_seconds` are what all sources have together."""
         self.parcels = parcels
         self.pulled: list[PulledUnit] = []
         self.reasons: dict[str, str] = {}
         """Why who was asked gave nothing, or not all."""
         self._on_progress = on_progress
         self._bytes_total = sum(parcel.manifest.weight_bytes for parcel in parcels)
-        now = asyncio.get_running_loop().time()
-        self._deadline = now + timeout_seconds if timeout_seconds else math.inf
+        self._deadline = asyncio.get_running_loop().time() + timeout_seconds
 
     @property
     def complete(self) -> bool:
@@ -40,9 +38,8 @@ class Order:
 
     @property
     def fair_seconds(self) -> float:
-        """Time that one source may take, so that others can be asked; 0 for any."""
-        left = self._deadline - asyncio.get_running_loop().time()
-        return 0.0 if math.isinf(left) else max(left / 2, 0.1)
+        """Time that one source may take, so that others can be asked after it."""
+        return max((self._deadline - asyncio.get_running_loop().time()) / 2, 0.1)
 
     def say(self, phase: str, source: str, bytes_done: int = 0) -> None:
         """Says how far a source is that gives what is missing now."""

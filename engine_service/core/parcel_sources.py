@@ -9,7 +9,6 @@ ranks' units had.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,7 +26,8 @@ ReadPart = Callable[[int, Manifest, int], Awaitable[Manifest]]
 
 Returns the manifest with the digests of what lies there.
 """
-_log = logging.getLogger(__name__)
+LONGEST_SECONDS = 120.0
+"""Deadline of whoever names none."""
 
 
 class ParcelSource(Protocol):
@@ -84,12 +84,13 @@ async def fetch(
     sources: Sequence[ParcelSource],
     on_progress: OnExpertProgress = lambda _: None,
     *,
-    timeout_seconds: float = 0.0,
+    timeout_seconds: float = LONGEST_SECONDS,
 ) -> Fetched:
     """Fetches what is missing from sources in order, each asked for what the former ones left.
 
     Raises `RecoveryFailed` that lists who was asked and why not, also at the deadline; then,
-    and when it is cancelled, nothing is left attached, mapped or open. 0 stands for no deadline.
+    and when it is cancelled, nothing is left attached, mapped or open. `RankDied` where a rank
+    died that should read.
     """
     parcels = parcels_of(missing)
     order = Order(parcels, on_progress, timeout_seconds)
@@ -104,7 +105,7 @@ async def fetch(
 async def _fill(order: Order, sources: Sequence[ParcelSource], timeout_seconds: float) -> None:
     """Raises `RecoveryFailed`."""
     try:
-        async with asyncio.timeout(timeout_seconds or None):
+        async with asyncio.timeout(timeout_seconds):
             for parcel in order.parcels:
                 await in_thread(parcel.allocate)
             for source in sources:

@@ -29,6 +29,17 @@ async def test_from_an_instance_with_another_map(fleet, mine, hosts, parts):
     assert_right(found, lost)
 
 
+async def test_from_an_instance_that_is_placed_alike(fleet, mine):
+    """A parcel is placed like nobody: no rank of a source is taken for its own number."""
+    relay = await fleet.relay()
+    source = mine(relay)
+    await seed(fleet, relay, placement=source.placement)
+    lost = missing(4, 5)
+    found = await fetch(lost, [source.relay_parcels()], timeout_seconds=60)
+    assert pulled(found) == {"relay:seed": [NAMES[4], NAMES[5]]}
+    assert_right(found, lost)
+
+
 async def test_one_part_alone(fleet, mine):
     """Where the other ranks of a group can still give, only the part that cannot is fetched."""
     relay = await fleet.relay()
@@ -43,11 +54,12 @@ async def test_one_part_alone(fleet, mine):
 async def test_several_instances_each_with_a_part(fleet, mine):
     """Who has most comes first; an instance of another version counts by what is equal in it."""
     relay = await fleet.relay()
-    await seed(fleet, relay, "first", other=(4,))
-    await seed(fleet, relay, "second", other=(5, 6, 7))
+    await seed(fleet, relay, "a", other=(5, 6))
+    await seed(fleet, relay, "b", other=(6,))
+    await seed(fleet, relay, "c", other=(4, 5))
     lost = missing(4, 5, 6)
     found = await fetch(lost, [mine(relay).relay_parcels()], timeout_seconds=60)
-    assert pulled(found) == {"relay:first": [NAMES[5], NAMES[6]], "relay:second": [NAMES[4]]}
+    assert pulled(found) == {"relay:b": [NAMES[4], NAMES[5]], "relay:c": [NAMES[6]]}
     assert sum(relay.transfers.tally().bytes_received.values()) == sum(u.nbytes for _, u in lost)
     assert_right(found, lost)
 
