@@ -35,15 +35,20 @@ def join(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Groups:
     if rendezvous_fd < 0:
         raise ConfigError(f"{settings.world_size} ranks have nowhere to meet", field="tp")
     try:
-        store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
-        store.set_timeout(_timeout(settings))
-        return meet_all(store, settings, meet)
+        return _joined(settings, rendezvous_fd, meet)
     except RuntimeError as error:
+        # Without its frames, which would keep the store: its end writes to the file once more.
         raise CollectiveFailed(
             f"rank {settings.rank} of {settings.world_size} did not meet the others within "
             f"{settings.collective_timeout_seconds:g} s: {first_line(error)}",
             rank=str(settings.rank),
-        ) from error
+        ) from error.with_traceback(None)
+
+
+def _joined(settings: RankConfig, rendezvous_fd: int, meet: Meet) -> Groups:
+    store = _distributed.FileStore(f"/proc/self/fd/{rendezvous_fd}", -1)
+    store.set_timeout(_timeout(settings))
+    return meet_all(store, settings, meet)
 
 
 def meet_all(store: Any, settings: RankConfig, meet: Meet) -> Groups:
