@@ -25,7 +25,7 @@ class Ending:
     prompt_tokens: int
     completion_tokens: int
     spans: list[Span]
-    degraded: bool
+    degraded: bool = False
     """Whether any of its tokens is."""
 
 

@@ -14,8 +14,11 @@ OLD, NEW = Weights(version="old", epoch=1), Weights(version="new", epoch=2)
 END = Ending(finish=Finish.STOP, stop=None, prompt_tokens=1, completion_tokens=1, spans=[])
 
 
-def _piece(token, index=0, weights=OLD, ending=None):
-    return Piece(index=index, weights=weights, tokens=[token], text=f"{token} ", ending=ending)
+def _piece(token, index=0, weights=OLD, ending=None, *, degraded=False):
+    return Piece(
+        index=index, weights=weights, tokens=[token], text=f"{token} ", ending=ending,
+        degraded=degraded,
+    )  # fmt: skip
 
 
 async def _gathered(pieces, interval):
@@ -45,13 +48,15 @@ async def test_no_message_holds_tokens_of_two_weights():
 
 @given(
     st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6),
-    st.lists(st.booleans(), min_size=40, max_size=40),
+    *[st.lists(st.booleans(), min_size=40, max_size=40)] * 2,
 )  # fmt: skip
-async def test_every_answer_keeps_its_tokens_in_order(answers, interval, changes):
-    """Whatever the order in which answers get them, and the weights change."""
-    pieces = [_piece(n, index, NEW if changes[n] else OLD) for n, index in enumerate(answers)] + [
-        _piece(100 + index, index, ending=END) for index in range(3)
-    ]
+async def test_every_answer_keeps_its_tokens_in_order(answers, interval, changes, marks):
+    """Whatever the order in which answers get them, and the weights and marks change."""
+    pieces = [
+        _piece(n, index, NEW if changes[n] else OLD, degraded=marks[n])
+        for n, index in enumerate(answers)
+    ] + [_piece(100 + index, index, ending=END) for index in range(3)]
+    marked = {piece.tokens[0]: (piece.weights, piece.degraded) for piece in pieces}
     messages = await _gathered(pieces, interval)
     for index in range(3):
         mine = [piece for piece in pieces if piece.index == index]
@@ -59,6 +64,7 @@ async def test_every_answer_keeps_its_tokens_in_order(answers, interval, changes
         assert [t for m in joined for t in m.tokens] == [t for p in mine for t in p.tokens]
         assert "".join(m.text for m in joined) == "".join(p.text for p in mine)
         assert all(len(m.tokens) <= interval for m in joined[:-1])
+        assert all(marked[t] == (m.weights, m.degraded) for m in joined for t in m.tokens)
         assert joined[-1].ending is END
 
 
