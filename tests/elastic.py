@@ -40,6 +40,7 @@ from engine_service.core.messages import (
     Captured,
     CheckProbe,
     Done,
+    Row,
     Sampled,
     Sampling,
     Start,
@@ -324,11 +325,14 @@ class FakeRank:
     async def _step(self, command: Step) -> Sampled:
         await asyncio.sleep(0)
         await self._together()
-        return Sampled(tuple(
-            int.from_bytes(self.tokens_of((row.tokens[-1], row.position + len(row.tokens)))[:2], "little") % EOS
-            if row.samples else -1
-            for row in command.rows
-        ))  # fmt: skip
+        return Sampled(tuple(map(self._token, command.rows)))
+
+    def _token(self, row: Row) -> int:
+        """Of all tokens so far only the last one counts, and how many there are."""
+        if not row.samples:
+            return -1
+        data = self.tokens_of((row.tokens[-1], row.position + len(row.tokens)))
+        return int.from_bytes(data[:2], "little") % EOS
 
     def tokens_of(self, tokens: tuple[int, ...]) -> bytes:
         """Returns what follows tokens: it depends on every expert, wherever it lies."""
