@@ -90,7 +90,10 @@ class Gatherer:
         self, planned: RecoveryPlan, options: RecoverOptions, report: ExpertReport
     ) -> None:
         began, parts = time.monotonic(), self._instance.config.tensor_parallel_size
-        fetched = await fetch(planned.missing, self._sources(options.source), self._note)
+        fetched = await fetch(
+            planned.missing, self._sources(options.source), self._note,
+            timeout_seconds=self._instance.config.recovery_deadline_seconds,
+        )  # fmt: skip
         try:
             report.pulled = fetched.pulled
             report.seconds_pulled = time.monotonic() - began
