@@ -45,12 +45,13 @@ class Supervisor:
         """Returns when the instance has failed for good."""
         try:
             while True:
-                error = await self._until_lost()
-                try:
-                    await self._survive(error)
-                except EngineError as fatal:
-                    await self._give_up(fatal)
-                    return
+                await self._survive(await self._until_lost())
+        except EngineError as fatal:
+            await self._give_up(fatal)
+        except Exception as error:
+            _log.exception("whoever keeps the instance going has failed")
+            await self._give_up(EngineError(f"{type(error).__name__}: {error}"))
+            raise
         finally:
             await self._stop_recovering()
             self.recovery.close()
