@@ -2,8 +2,11 @@
 
 import pytest
 from engines import Service
+from experts import EXPERTS, LAYERS, ROUTED, SPREAD, FakeRecovery, spread
 from parcel_scene import mine
 from relays import fleet
+
+from engine_service.core.expert_map import ExpertMap
 
 __all__ = ["fleet", "mine", "service"]
 
@@ -15,3 +18,12 @@ async def service():
     await service.start()
     yield service
     await service.stop()
+
+
+@pytest.fixture
+def lost(service):
+    """A service that has lost a group, and with it expert 3 of both layers."""
+    spread(service.instance, ExpertMap(EXPERTS, dict.fromkeys(LAYERS, SPREAD[:1])))
+    service.instance.membership = ROUTED
+    service.instance.recovery = FakeRecovery(service.instance)
+    return service
