@@ -33,6 +33,8 @@ STEP_SECONDS = 1.0
 wakes, and hears what came meanwhile before it blames anybody."""
 PIECE_BYTES = 256 << 10
 """What is received at a time: small enough to be in cache still when it is digested."""
+WINDOW_BYTES = 8 << 20
+"""What may be on its way to a reader from the first block on, as far as its host allows."""
 _LAST_READS = 16
 _FRAME = struct.Struct("<I4xQQ")
 FRAME_BYTES = _FRAME.size
@@ -77,6 +79,15 @@ class Wire:
         self._frame = bytearray(FRAME_BYTES)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._bound_waits()
+
+    def widen(self) -> None:
+        """Has the kernel take in much at once: by itself it begins with an eighth of a block.
+
+        Its buffer grows to what somebody says to wait for (tcp(7), SO_RCVLOWAT), up to half of
+        `net.ipv4.tcp_rmem`, and stays as large. Asked for as SO_RCVBUF it would never grow again.
+        """
+        for nbytes in (WINDOW_BYTES, 1):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Sends all parts.
