@@ -237,7 +237,8 @@ def main() -> None:
         "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": GLOO_PIECE_BYTES,
         "connections": DATA_CONNECTIONS,
         "seconds": "shm, tcp, grpc: seconds_transfer of the report, from the first block asked for "
-        "to the last one verified; others: from the first byte to the last one, connected before",
+        "to the last one verified, grant and connecting within; others: from the first byte to the "
+        "last one, connected before",
         "cpu": "user and system time during seconds_wall, for shm, tcp and grpc the whole pull: "
         "matching, lease and mapping the target's arena included",
         "versions": table.versions("grpcio", "torch", "xxhash"),

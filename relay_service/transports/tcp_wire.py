@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from relay_service.core.grants import TOKEN_BYTES
 from relay_service.transports.tcp_connect import cut
 
-MAGIC = b"SEEDTCP2"
+MAGIC = b"SEEDTCP3"
 HELLO_BYTES = len(MAGIC) + TOKEN_BYTES
 REASON_BYTES = 1024
-RUN_BLOCKS = 4
-"""Blocks under one verdict. It costs both ends, and who reads from the reader waits for it."""
+RUN_BLOCKS = 16
+"""Most blocks under one verdict. It costs both ends as much as a good part of a block."""
 STEP_SECONDS = 1.0
 """Longest that a call waits. A process that was stopped itself finds one step gone when it
 wakes, and hears what came meanwhile before it blames anybody."""

@@ -109,6 +109,21 @@ def test_blocks_come_as_they_are_asked_for(port):
     until(lambda: port.grants.in_use == 0)
 
 
+@pytest.mark.parametrize(("quick", "later"), [(60.0, [8]), (0.0, [4, 4])], ids=["quick", "slow"])
+def test_runs_grow_as_long_as_they_are_quick(port, quick, later, monkeypatch):
+    """Who takes a run quickly gets longer ones, who is slow never does."""
+    monkeypatch.setattr(tcp_feed, "QUICK_SECONDS", quick)
+    (token,) = port.tokens(port.lease(), ALL)
+    with port.admitted(token) as wire:
+        for expected in ([4, 4], later):
+            wire.send(pack(Kind.READ, 0, len(ALL)))
+            runs = []
+            while sum(runs) < len(ALL):
+                runs.append(len(run_of(wire, sum(runs))))
+            assert runs == expected
+        wire.send(pack(Kind.DONE))
+
+
 def test_a_grant_is_for_one_connection(port):
     """Who shows it a second time is refused with words, also while the first one reads."""
     (token,) = port.tokens(port.lease(), ALL)
