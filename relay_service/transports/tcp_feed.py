@@ -122,7 +122,7 @@ class Feeder:
     def _choose_run(self, seconds: float) -> None:
         """Makes runs longer while they are quick: a slow reader shall see that something comes.
 
-        Not those of what is being filled: in a chain everybody waits for the verdicts of all before.
+        Not those of what is being filled: in a chain everybody waits for all verdicts before.
         """
         longer = seconds < QUICK_SECONDS and self._grant.epoch < FILLING_EPOCH
         self._run_blocks = min(2 * self._run_blocks, RUN_BLOCKS) if longer else FEW_BLOCKS

@@ -334,3 +334,15 @@ def test_a_block_is_received_by_one_at_a_time():
     with receiver.place([1, 0]) as place:
         assert place is None, "a verified block is never received over"
     script.stop()
+
+
+def test_a_wide_wire():
+    """Much may be on its way to a reader before it has received anything."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        tcp_wire.wrap(sock, IN_TIME_SECONDS).widen()
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 4 * before
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
