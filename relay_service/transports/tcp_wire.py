@@ -2,9 +2,10 @@
 
 A reader shows its grant (`MAGIC` and the token), asks for runs of blocks, `READ first count`, as
 many as it likes, and is told `WELCOME` before the first comes. They come in runs of what is
-there, as long as the source finds good, of `RUN_BLOCKS` at most: `DATA first count`, the bytes of these blocks one after another, and
-`GOOD first epoch` once they are known not to have changed meanwhile. Where either cannot be,
-`FAILED` comes instead, with the reason, and is the last. `WAIT` says that the source waits
+there, as long as the source finds good, of `RUN_BLOCKS` at most: `DATA first count`, the bytes
+of these blocks one after another, and `GOOD first epoch` once they are known not to have
+changed meanwhile. Where either cannot be, `FAILED` comes instead, with the reason, and is the
+last. `WAIT` says that the source waits
 itself. Who leaves without `DONE` may have died: its lease ends soon. All numbers are
 little-endian. Nothing here is as long as a peer says: a reader knows how long each block is,
 and a reason has a limit.
