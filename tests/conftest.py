@@ -1,5 +1,7 @@
 """Settings of all tests. Being here also puts `fakes.py` on the import path."""
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +18,9 @@ settings.load_profile("seedrelay")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long files first: where files are shared out, none is left to one worker at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG_FILES)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay: no later collection of garbage need look at them."""
+    gc.collect()
+    gc.freeze()
