@@ -218,7 +218,7 @@ async def test_cancelled_call_frees_its_kv(fleet: Fleet) -> None:
         status = await status_of(engine)
         return (status.running, status.waiting, status.kv_blocks_used) == (0, 0, 0)
 
-    await eventually(idle, seconds=2)
+    await eventually(idle)
 
 
 async def test_streams_run_together(fleet: Fleet) -> None:
