@@ -167,7 +167,7 @@ async def test_restarted_relay_is_whole_again(stage: Stage, model: Path) -> None
     await reach(seed)
     relay.kill()
     assert len(await answer(seed)) == 16
-    again = stage.relay(listen=relay.address)
+    again = stage.relay_again(relay)
     target = stage.target(again)
     status = await reach(target)
     assert status.weight_version == "v2"
@@ -188,7 +188,7 @@ async def test_restarted_directory_is_whole_again(stage: Stage) -> None:
     await leaver.attach(path)
     await eventually(lambda: _instances(directory, 2))
     directory.kill()
-    again = stage.relay(listen=directory.address)
+    again = stage.relay_again(directory)
     await eventually(lambda: _instances(again, 2))
     leaver.close()
     assert "stayer" in await eventually(lambda: _instances(again, 1))
