@@ -7,8 +7,11 @@ PIP_ARGS ?=
 BENCH ?=
 SEED ?=
 SEEDS ?= 40
+# Tests, demo and benchmarks start many processes: each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 MODEL = $$($(BIN)/seedrelay model fetch smollm2 --dtype float32 --json | $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["path"])')
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/seedrelay/v1/*.proto
 
@@ -37,10 +40,10 @@ demo: model ## Run the main job on a real model; writes build/demo.json
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
 test: model ## Run the tests (a sample of the large matrices)
-	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not full and not gpu"
+	@$(BIN)/pytest -q $(WORKERS) -m "not full and not gpu"
 
 test-all: model ## Run the complete matrices
-	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not gpu"
+	@$(BIN)/pytest -q $(WORKERS) -m "not gpu"
 
 chaos: $(READY) ## Kill, stop, cut and corrupt a small fleet at random; SEED=17 plays one seed, SEEDS=200 so many
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

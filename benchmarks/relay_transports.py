@@ -236,8 +236,8 @@ def main() -> None:
         "pages": "of one arena, long since touched: a first fill into fresh memory is slower",
         "bytes": units * UNIT_BYTES, "rounds": rounds, "gloo_piece_bytes": GLOO_PIECE_BYTES,
         "connections": DATA_CONNECTIONS,
-        "seconds": "shm, tcp, grpc: seconds_transfer of the report, from the first block asked for "
-        "to the last one verified; others: from the first byte to the last one, connected before",
+        "seconds": "shm, tcp, grpc: seconds_transfer of the report, grant and connecting included, "
+        "until the last block is verified; others: from the first byte to the last, once connected",
         "cpu": "user and system time during seconds_wall, for shm, tcp and grpc the whole pull: "
         "matching, lease and mapping the target's arena included",
         "versions": table.versions("grpcio", "torch", "xxhash"),

@@ -1,9 +1,26 @@
 """Settings of all tests. Being here also puts `fakes.py` on the import path."""
 
+import gc
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+LONG_FILES = ("e2e", "chaos", "device")
+"""Folders whose files take longest."""
 
 # Shared machines are slow at times; how long an example takes is not what we test.
 settings.register_profile(
     "seedrelay", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("seedrelay")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files first: where files are shared out, none is left to one worker at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG_FILES)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay: no later collection of garbage need look at them."""
+    gc.collect()
+    gc.freeze()

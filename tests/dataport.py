@@ -16,6 +16,7 @@ from relay_service.core.grants import Grants, runs_of
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
 from relay_service.core.manifest import BLOCK_BYTES
+from relay_service.core.offer import Offer
 from relay_service.core.ports import Place
 from relay_service.core.rate import TokenBucket
 from relay_service.core.reading import Way
@@ -61,6 +62,23 @@ class Port:
     def tokens(self, lease: str, blocks: list[int], connections: int = 1) -> list[bytes]:
         """Gets grants as the RPC does."""
         return self.grants.issue(self.holdings.grant(lease, 0, runs_of(blocks)), connections)
+
+    @contextmanager
+    def being_filled(self, name: str):
+        """Adds an instance that has all blocks and is not committed; yields a lease on it."""
+        memory, weights = Memory([LAYOUT]), self.holding.weights
+        holding = Holding(attach_message(name, memory), [os.dup(memory.descriptors[0])], map_arena)
+        self.holdings.add(holding)
+        (receiver,) = holding.open_receivers()
+        receiver.expect(self.manifest)
+        holding.offer(Offer(instance("seed", weights=weights), [self.manifest], b"", ()))
+        for block in map(LAYOUT.block, range(LAYOUT.block_count)):
+            receiver.land(block.index, memoryview(self.data)[block.offset :][: block.nbytes])
+        try:
+            yield self.holdings.acquire(name, "", 0, weights.digest, "target").lease
+        finally:
+            holding.return_mapping()
+            memory.close()
 
     @contextmanager
     def connected(self, first: bytes = b""):
@@ -201,10 +219,10 @@ class Script:
         with suppress(OSError):
             wire = wrap(peer, 20)
             wire.receive(bytearray(HELLO_BYTES))
-            wire.send(pack(Kind.WELCOME))
             frame = bytearray(FRAME_BYTES)
-            wire.receive(frame)
+            wire.receive(frame)  # a reader asks before it is told that it may
             assert unpack(frame)[0] == Kind.READ
+            wire.send(pack(Kind.WELCOME))
             self._say(peer)
 
 

@@ -101,8 +101,12 @@ def _compile(graphs: GraphRunner, into: Path) -> None:
     torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - its documented name
         program,
         package_path=str(into),
-        # `make_batch` has checked every slot and block: once per step, not once per number.
-        inductor_configs={"assert_indirect_indexing": False},
+        inductor_configs={
+            # `make_batch` has checked every slot and block: once per step, not once per number.
+            "assert_indirect_indexing": False,
+            # Compiled once for many files; there are two, which take less than that.
+            "aot_inductor.precompile_headers": False,
+        },
     )
 
 

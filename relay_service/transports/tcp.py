@@ -197,14 +197,14 @@ class TcpSession:
                 sock = await secure(sock, endpoint[0], self._tls, CONNECT_SECONDS, _THREADS)
             wire = wrap(sock, STALL_SECONDS)
             streams.add(wire)
-            reader = BlockReader(wire, self._control.epoch, manifest, land)
-            run = partial(in_thread, executor=_THREADS, interrupt=streams.interrupt)
-            await run(partial(reader.greet, token))
+            reader = BlockReader(wire, token, self._control.epoch, manifest, land)
+            # Without a limit all at once: the source stands still while it waits to be asked.
+            most = limit.batch_blocks if limit.bytes_per_second else len(share)
             while share and not streams.failure:
-                batch = [share.popleft() for _ in range(min(limit.batch_blocks, len(share)))]
+                batch = [share.popleft() for _ in range(min(most, len(share)))]
                 await limit.take(sum(manifest.block(index).nbytes for index in batch))
-                await run(partial(reader.read, batch))
-            await run(reader.leave)
+                read = partial(reader.read, batch, last=not share)
+                await in_thread(read, _THREADS, streams.interrupt)
         except TimeoutError:
             streams.fail(SourceFailed(f"no block for {STALL_SECONDS:g} s"))
         except OSError as error:

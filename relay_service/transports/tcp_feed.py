@@ -7,11 +7,13 @@ go from the mapped arena into the socket, and no lock of Python's is held meanwh
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from relay_service.core.grants import Grant
 from relay_service.core.holding import Holding
 from relay_service.core.holdings import Holdings
+from relay_service.core.instance import FILLING_EPOCH
 from relay_service.core.leases import Lease
 from relay_service.core.rate import Limits, TokenBucket
 from relay_service.errors import InvalidRequest, RelayError
@@ -27,6 +29,10 @@ from relay_service.transports.tcp_wire import (
 IDLE_SECONDS = 30.0
 """Time that a reader may take until it asks again; its lease lasts as long."""
 BOOK_BYTES = 32 << 20
+FEW_BLOCKS = 4
+"""Of a run while nobody knows how long it takes, and of those that many may wait for."""
+QUICK_SECONDS = 0.01
+"""A run that goes out sooner may be followed by a longer one."""
 STALL_SECONDS = 10.0
 """Time that a reader may take for one block."""
 
@@ -59,6 +65,7 @@ class Feeder:
         self._unsaid = b""
         """Frames that go out with what comes next."""
         self._within_data = False
+        self._run_blocks = FEW_BLOCKS
         self._sent: tuple[Lease, int] | None = None
         """Bytes that were sent and not booked yet, and the lease that they went out under."""
 
@@ -98,6 +105,7 @@ class Feeder:
         nbytes = sum(block.nbytes for block in blocks)
         self._pace(egress, nbytes)
         held, _ = self._holdings.leased(grant.lease)
+        began = time.monotonic()
         with holding.reading(grant.rank, grant.epoch, first, count) as arena:
             head = [self._unsaid + pack(Kind.DATA, first, count)]
             self._within_data = True
@@ -108,12 +116,21 @@ class Feeder:
             self._unsaid = b""
         self._unsaid = pack(Kind.GOOD, first, grant.epoch)
         self._note(held, nbytes)
+        self._choose_run(time.monotonic() - began)
         return count
+
+    def _choose_run(self, seconds: float) -> None:
+        """Makes runs longer while they are quick: a slow reader shall see that something comes.
+
+        Not those of what is being filled: in a chain everybody waits for all verdicts before.
+        """
+        longer = seconds < QUICK_SECONDS and self._grant.epoch < FILLING_EPOCH
+        self._run_blocks = min(2 * self._run_blocks, RUN_BLOCKS) if longer else FEW_BLOCKS
 
     def _there(self, holding: Holding, asked: range, most: int) -> int:
         """Returns how many of the blocks to send now. Waits for the first, and for no other."""
         grant, first = self._grant, asked[0]
-        most = min(len(asked), RUN_BLOCKS, most)
+        most = min(len(asked), self._run_blocks, most)
         if there := holding.offered.there(grant.rank, first, grant.epoch, most):
             return there
         self._flush()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 from relay_service.core.digests import block_hasher
-from relay_service.core.grants import runs_of
+from relay_service.core.grants import Run, runs_of
 from relay_service.core.manifest import Manifest
 from relay_service.core.ports import Land, LandInPlace, Place
 from relay_service.errors import EpochChanged, LeaseEnded, NotYet, RelayError, SourceFailed
@@ -26,6 +26,8 @@ from relay_service.transports.tcp_wire import (
     unpack,
 )
 
+RUNS_AT_ONCE = 64
+"""What is asked for at a time, or both ends might wait for each other to receive."""
 _KINDS: dict[str, type[RelayError]] = {
     kind.__name__: kind for kind in (EpochChanged, LeaseEnded, NotYet)
 }
@@ -35,7 +37,10 @@ _KINDS: dict[str, type[RelayError]] = {
 class BlockReader:
     """One connection under one grant."""
 
-    def __init__(self, wire: Wire, epoch: int, manifest: Manifest, land: Land) -> None:
+    def __init__(
+        self, wire: Wire, token: bytes, epoch: int, manifest: Manifest, land: Land
+    ) -> None:
+        """Takes a connection on which nothing has been said yet, and the token of the grant."""
         self._wire = wire
         self._epoch = epoch
         self._manifest = manifest
@@ -43,30 +48,32 @@ class BlockReader:
         self._in_place = land if isinstance(land, LandInPlace) else None
         self._verdict = bytearray(FRAME_BYTES)
         self._scratch = memoryview(bytearray(0))
+        self._hello = MAGIC + token
+        """The grant, until it has been shown."""
+        wire.widen()
 
-    def greet(self, token: bytes) -> None:
-        """Shows the grant. Raises `SourceFailed` when it isn't taken."""
-        self._wire.send(MAGIC + token)
-        frame = self._wire.receive_frame()
-        if frame[0] != Kind.WELCOME:
-            raise self._failure(frame)
+    def read(self, blocks: Sequence[int], *, last: bool = False) -> None:
+        """Receives and lands blocks, in ascending order; says so when they are the last.
 
-    def read(self, blocks: Sequence[int]) -> None:
-        """Receives and lands blocks, in ascending order.
-
-        Raises `SourceFailed`, `EpochChanged` or `LeaseEnded` as the source says, `OSError` when
-        it is gone or silent, and whatever landing raises.
+        Raises `SourceFailed`, also where the grant isn't taken, `EpochChanged` or `LeaseEnded` as
+        the source says, `OSError` when it is gone or silent, and whatever landing raises.
         """
         runs = runs_of(blocks)
-        self._wire.send(b"".join(pack(Kind.READ, first, count) for first, count in runs))
+        for at in range(0, len(runs), RUNS_AT_ONCE):
+            self._read_runs(runs[at : at + RUNS_AT_ONCE])
+        if last:
+            self._wire.send(pack(Kind.DONE))
+
+    def _read_runs(self, runs: Sequence[Run]) -> None:
+        # Who shows a grant asks at once: that it is taken is heard before the first block.
+        hello, self._hello = self._hello, b""
+        self._wire.send(hello + b"".join(pack(Kind.READ, first, count) for first, count in runs))
+        if hello and (frame := self._wire.receive_frame())[0] != Kind.WELCOME:
+            raise self._failure(frame)
         for first, count in runs:
             asked = range(first, first + count)
             while asked:
                 asked = asked[self._receive(asked) :]
-
-    def leave(self) -> None:
-        """Says that nothing more will be asked for."""
-        self._wire.send(pack(Kind.DONE))
 
     def _receive(self, asked: range) -> int:
         """Receives and lands the first of the blocks that were asked for; returns how many."""

@@ -1,10 +1,11 @@
 """Frames on a socket, and sockets that wait for a peer no longer than they must. Plain Python.
 
-A reader shows its grant (`MAGIC` and the token), and is told `WELCOME`. Then it asks for runs
-of blocks, `READ first count`, as many as it likes. They come in runs of what is there, of
-`RUN_BLOCKS` at most: `DATA first count`, the bytes of these blocks one after another, and
-`GOOD first epoch` once they are known not to have changed meanwhile. Where either cannot be,
-`FAILED` comes instead, with the reason, and is the last. `WAIT` says that the source waits
+A reader shows its grant (`MAGIC` and the token), asks for runs of blocks, `READ first count`, as
+many as it likes, and is told `WELCOME` before the first comes. They come in runs of what is
+there, as long as the source finds good, of `RUN_BLOCKS` at most: `DATA first count`, the bytes
+of these blocks one after another, and `GOOD first epoch` once they are known not to have
+changed meanwhile. Where either cannot be, `FAILED` comes instead, with the reason, and is the
+last. `WAIT` says that the source waits
 itself. Who leaves without `DONE` may have died: its lease ends soon. All numbers are
 little-endian. Nothing here is as long as a peer says: a reader knows how long each block is,
 and a reason has a limit.
@@ -23,16 +24,18 @@ from collections.abc import Callable, Iterator, Sequence
 from relay_service.core.grants import TOKEN_BYTES
 from relay_service.transports.tcp_connect import cut
 
-MAGIC = b"SEEDTCP2"
+MAGIC = b"SEEDTCP3"
 HELLO_BYTES = len(MAGIC) + TOKEN_BYTES
 REASON_BYTES = 1024
-RUN_BLOCKS = 4
-"""Blocks under one verdict. It costs both ends, and who reads from the reader waits for it."""
+RUN_BLOCKS = 16
+"""Most blocks under one verdict. It costs both ends as much as a good part of a block."""
 STEP_SECONDS = 1.0
 """Longest that a call waits. A process that was stopped itself finds one step gone when it
 wakes, and hears what came meanwhile before it blames anybody."""
 PIECE_BYTES = 256 << 10
 """What is received at a time: small enough to be in cache still when it is digested."""
+WINDOW_BYTES = 8 << 20
+"""What may be on its way to a reader from the first block on, as far as its host allows."""
 _LAST_READS = 16
 _FRAME = struct.Struct("<I4xQQ")
 FRAME_BYTES = _FRAME.size
@@ -77,6 +80,15 @@ class Wire:
         self._frame = bytearray(FRAME_BYTES)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._bound_waits()
+
+    def widen(self) -> None:
+        """Has the kernel take in much at once: by itself it begins with an eighth of a block.
+
+        Its buffer grows to what somebody says to wait for (tcp(7), SO_RCVLOWAT), up to half of
+        `net.ipv4.tcp_rmem`, and stays as large. Asked for as SO_RCVBUF it would never grow again.
+        """
+        for nbytes in (WINDOW_BYTES, 1):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Sends all parts.

@@ -37,6 +37,7 @@ def _collected():
     yield
     gc.unfreeze()  # a worker freezes what it finds, garbage too
     gc.collect()
+    gc.freeze()  # as it was before: what is left lives on
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def _shuffled(folder, name, most):
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8", "int4", pytest.param("int8", marks=[rounds, pytest.mark.full]),
+        "fp8", pytest.param("int4", marks=pytest.mark.full),
+        pytest.param("int8", marks=[rounds, pytest.mark.full]),
         pytest.param("packed", marks=[packs, pytest.mark.full]),
     ],
 )  # fmt: skip

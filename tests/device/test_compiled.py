@@ -193,7 +193,7 @@ def test_a_compiled_layer_reads_what_a_format_holds(
     assert relative_difference(ours, theirs) <= tolerance(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "dots1"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("dots1", marks=pytest.mark.full)])
 def test_layers_with_experts_are_not_compiled(tmp_path, monkeypatch, name):
     """They are served as captured, and refused where a compiled layer is required."""
     folder = make(name, tmp_path / "model").folder

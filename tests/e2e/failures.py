@@ -73,7 +73,7 @@ class Cast:
             self.roles[role] = self._seed("b", "target_relay")
             await reach(self.roles[role])
         elif role == "directory":
-            self.roles[role] = self.stage.relay(listen=service.address)
+            self.roles[role] = self.stage.relay_again(service)
         else:
             self.roles[role] = self._relay(role, service.address)
 

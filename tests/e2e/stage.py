@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from clients.engine import EngineClient
 from clients.errors import ClientError
-from clients.launch import Service
+from clients.launch import LaunchError, Service
 from seedrelay.v1 import engine_pb2, weights_pb2
 
 READY = weights_pb2.INSTANCE_STATE_READY
@@ -57,6 +57,19 @@ class Stage:
     def relay(self, *arguments: str, listen: str = "127.0.0.1:0") -> Service:
         """Starts a relay."""
         return self._start("relay", "--listen", listen, *arguments)
+
+    def relay_again(self, ended: Service, *arguments: str) -> Service:
+        """Starts a relay at the address of one that has ended.
+
+        The system may have lent its port to somebody's connection meanwhile: who waits gets it.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while True:
+            try:
+                return self.relay(*arguments, listen=ended.address)
+            except LaunchError as error:
+                if "port is in use" not in str(error) or time.monotonic() > deadline:
+                    raise
 
     def engine(self, model: Path, *arguments: str, listen: str = "127.0.0.1:0") -> Service:
         """Starts an engine with little memory and one thread."""

@@ -73,6 +73,7 @@ def test_engine_throughput_runs() -> None:
     assert engines == {"seedrelay", "transformers"}
 
 
+@pytest.mark.full
 def test_health_latency_runs() -> None:
     """Both methods are answered in every condition, in every state of the start."""
     written = _run("health_latency")

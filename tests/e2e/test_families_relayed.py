@@ -19,7 +19,7 @@ SIZES = {"vocab_size": 320, "max_position_embeddings": 48}
 @pytest.mark.parametrize(
     ("name", "ranks", "transport"),
     [
-        ("yarn, all set", 1, "grpc"),
+        pytest.param("yarn, all set", 1, "grpc", marks=pytest.mark.full),
         ("qwen2-moe", 2, "shm"),
         pytest.param("llama, biased", 2, "grpc", marks=pytest.mark.full),
         pytest.param("glm4-moe", 1, "shm", marks=pytest.mark.full),

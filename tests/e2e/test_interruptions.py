@@ -168,7 +168,7 @@ async def test_a_directory_that_hangs_and_starts_anew(stage: Stage) -> None:
     assert [one["instance"] for one in shown.json()["instances"]] == ["stays"]
     assert relays["leaves"].stop() == 0
     directory.kill()
-    again = stage.relay(listen=directory.address)
+    again = stage.relay_again(directory)
     assert set(await eventually(lambda: _listed(again, 2))) == {"stays", "dies"}
     relays["dies"].kill()
     assert await eventually(lambda: _listed(again, 1), EXPIRY_SECONDS + 1) == ["stays"]

@@ -29,7 +29,7 @@ async def test_a_relay_that_is_killed_in_the_middle_of_a_fill(
     serves = await reach(seed)
     at = await halfway(relay, 50)
     relay.kill()
-    again = stage.relay(listen=relay.address)
+    again = stage.relay_again(relay)
     status = await reach(target)
     assert status.weights_digest == serves.weights_digest
     assert await answer(target) == await answer(seed)

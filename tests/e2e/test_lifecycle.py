@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fakes import FakeEngine, Memory, random_bytes, seam_layout
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stage import (
     READY,
@@ -27,6 +28,7 @@ from stage import (
 from clients.engine import EngineClient
 from clients.errors import ClientError
 from clients.launch import Service
+from clients.relay import RelayClient
 from seedrelay.v1 import engine_pb2
 
 SERVICE = "seedrelay.v1.EngineService"
@@ -78,6 +80,7 @@ async def test_grace_over_and_second_sigterm(stage: Stage, model: Path) -> None:
     assert hasty.wait() == 1
 
 
+@pytest.mark.full
 async def test_rank_killed(stage: Stage, model: Path) -> None:
     """A killed rank ends streams UNAVAILABLE; health says so, and the service exits."""
     engine = stage.engine(model)
@@ -142,7 +145,7 @@ async def test_nothing_is_left(stage: Stage, model: Path) -> None:
     seed = stage.engine(model, "--relay", relay.address)
     await reach(seed)
     counts = []
-    for _ in range(3):
+    for _ in range(2):
         target = stage.target(relay)
         await reach(target)
         processes = target.processes()
@@ -164,29 +167,34 @@ async def test_restarted_relay_is_whole_again(stage: Stage, model: Path) -> None
     await reach(seed)
     relay.kill()
     assert len(await answer(seed)) == 16
-    again = stage.relay(listen=relay.address)
+    again = stage.relay_again(relay)
     target = stage.target(again)
     status = await reach(target)
     assert status.weight_version == "v2"
     assert await answer(target) == await answer(seed)
 
 
-async def test_restarted_directory_is_whole_again(stage: Stage, model: Path) -> None:
+async def test_restarted_directory_is_whole_again(stage: Stage) -> None:
     """A directory that lost its memory knows every instance again; one that left is not listed."""
     directory = stage.relay()
     relay = stage.relay("--join", directory.address)
-    stayer = stage.engine(model, "--relay", relay.address, "--instance-name", "stayer")
-    leaver = stage.engine(model, "--relay", relay.address, "--instance-name", "leaver")
-    await reach(stayer)
-    await reach(leaver)
+    layout = seam_layout()
+    stayer, leaver = (
+        FakeEngine(name, Memory([layout], [random_bytes(layout)])) for name in ("stayer", "leaver")
+    )
+    async with RelayClient(relay.address) as client:
+        path, _ = await client.attachment()
+    await stayer.attach(path)
+    await leaver.attach(path)
     await eventually(lambda: _instances(directory, 2))
     directory.kill()
-    again = stage.relay(listen=directory.address)
+    again = stage.relay_again(directory)
     await eventually(lambda: _instances(again, 2))
-    leaver.stop()
+    leaver.close()
     assert "stayer" in await eventually(lambda: _instances(again, 1))
     relay.kill()
     await eventually(lambda: _instances(again, 0))
+    stayer.close()
 
 
 async def test_cancelled_call_frees_its_kv(fleet: Fleet) -> None:
@@ -210,7 +218,7 @@ async def test_cancelled_call_frees_its_kv(fleet: Fleet) -> None:
         status = await status_of(engine)
         return (status.running, status.waiting, status.kv_blocks_used) == (0, 0, 0)
 
-    await eventually(idle, seconds=2)
+    await eventually(idle)
 
 
 async def test_streams_run_together(fleet: Fleet) -> None:

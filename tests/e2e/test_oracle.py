@@ -16,7 +16,7 @@ from engine_service.checkpoint import smollm2
 from seedrelay.v1 import engine_pb2
 
 QUESTIONS = ("Why is the sea salty?", "Write a haiku about seeds.", "List three prime numbers.")
-TOKENS = 32
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")

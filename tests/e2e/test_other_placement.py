@@ -94,6 +94,7 @@ async def test_another_number_of_ranks_is_filled(
     assert await answer(like, request(max_tokens=24)) == expected
 
 
+@pytest.mark.full
 async def test_a_format_that_cannot_be_cut_is_refused(
     stage: Stage, model_of: Callable[[str], Path]
 ) -> None:

@@ -26,7 +26,11 @@ def _serves(name: str) -> bool:
         pytest.param("fp8", marks=pytest.mark.full),
         pytest.param("fp8-ue8m0", marks=pytest.mark.full),
         pytest.param(
-            "int8", marks=pytest.mark.skipif(not _serves("int8"), reason="not on this processor")
+            "int8",
+            marks=[
+                pytest.mark.skipif(not _serves("int8"), reason="not on this processor"),
+                pytest.mark.full,
+            ],
         ),
     ],
 )

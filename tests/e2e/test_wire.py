@@ -56,8 +56,13 @@ class Flipper:
             self.since, self.left, self.flipped = 0, self.left - 1, self.flipped + 1
 
 
-async def _two_hosts(stage: Stage, model: Path, flipper: Flipper) -> tuple[Proxy, Service, Service]:
-    """Starts a seed whose relay is announced at a proxy, and a target at another relay."""
+async def _two_hosts(
+    stage: Stage, model: Path, flipper: Flipper
+) -> tuple[Proxy, Service, Service, Service]:
+    """Starts a seed whose relay is announced at a proxy, and a target at another relay.
+
+    Returns the proxy, the seed, the target and the relay of the target.
+    """
     directory = stage.relay()
     probe = stage.relay()  # takes a port that the seed's relay gets once it is free
     address = probe.address
@@ -70,13 +75,13 @@ async def _two_hosts(stage: Stage, model: Path, flipper: Flipper) -> tuple[Proxy
     target = stage.engine(model, "--load-format", "dummy")
     await reach(seed)
     await reach(target, DUMMY)
-    return proxy, target, target_relay
+    return proxy, seed, target, target_relay
 
 
 async def test_flipped_bytes_are_named_and_never_served(stage: Stage, model: Path) -> None:
     """Bytes that stay wrong are named by rank, tensor and block; the target stays a dummy."""
     flipper = Flipper(1000)
-    proxy, target, relay = await _two_hosts(stage, model, flipper)
+    proxy, _, target, relay = await _two_hosts(stage, model, flipper)
     pulled = await asyncio.to_thread(
         seedrelay,
         "pull",
@@ -102,7 +107,7 @@ async def test_flipped_bytes_are_named_and_never_served(stage: Stage, model: Pat
 async def test_one_flipped_byte_is_read_again(stage: Stage, model: Path) -> None:
     """A single wrong block is read again and the target ends with the right weights."""
     flipper = Flipper(1)
-    proxy, target, relay = await _two_hosts(stage, model, flipper)
+    proxy, seed, target, relay = await _two_hosts(stage, model, flipper)
     pulled = await asyncio.to_thread(
         seedrelay,
         "pull",
@@ -118,7 +123,5 @@ async def test_one_flipped_byte_is_read_again(stage: Stage, model: Path) -> None
     assert flipper.flipped == 1
     assert pulled.status == 0, pulled.err
     assert pulled.json()["bytes_reread"] > 0
-    fresh = stage.engine(model)
-    await reach(fresh)
-    assert (await status_of(target)).weights_digest == (await status_of(fresh)).weights_digest
-    assert await answer(target) == await answer(fresh)
+    assert (await status_of(target)).weights_digest == (await status_of(seed)).weights_digest
+    assert await answer(target) == await answer(seed)

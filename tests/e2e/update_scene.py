@@ -36,7 +36,8 @@ class UpdateScene:
     def __init__(self, stage: Stage, models: dict[str, Path]) -> None:
         self.stage, self.models = stage, models
         self.relay = stage.relay()
-        self.far_relay = self._far("127.0.0.1:0")
+        self._far = ("--join", self.relay.address, "--egress-limit", str(RATE))
+        self.far_relay = stage.relay(*self._far)
         self.source = stage.engine(
             models["b"], "--tp", "2", "--relay", self.far_relay.address, "--instance-name", "b"
         )
@@ -167,7 +168,7 @@ class UpdateScene:
 
     async def restore_far(self) -> None:
         """Starts the far relay at its address, and waits until it has its instance again."""
-        self.far_relay = self._far(self.far_relay.address)
+        self.far_relay = self.stage.relay_again(self.far_relay, *self._far)
 
         async def listed() -> bool:
             async with RelayClient(self.relay.address) as client:
@@ -175,11 +176,6 @@ class UpdateScene:
             return any(one.instance == "b" and one.state == READY for one in known)
 
         await eventually(listed, LIMIT_SECONDS)
-
-    def _far(self, listen: str):
-        return self.stage.relay(
-            "--join", self.relay.address, "--egress-limit", str(RATE), listen=listen
-        )
 
     def _engine(self):
         return self.stage.engine(

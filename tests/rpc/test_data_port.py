@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relay_service.core.attachment import Update
 from relay_service.core.grants import TOKEN_BYTES
-from relay_service.core.instance import State, Weights
+from relay_service.core.instance import FILLING_EPOCH, State, Weights
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.transports import tcp_feed, tcp_server
 from relay_service.transports.tcp_wire import HELLO_BYTES, MAGIC, RUN_BLOCKS, Kind, pack
@@ -38,7 +38,7 @@ def until(condition) -> None:
         time.sleep(0.002)
 
 
-def run_of(wire, first: int) -> list[bytes]:
+def run_of(wire, first: int, epoch: int = 1) -> list[bytes]:
     """Receives the run that begins with a block, and returns the bytes of each."""
     kind, block, count = wire.receive_frame()
     while kind == Kind.WAIT:
@@ -47,7 +47,7 @@ def run_of(wire, first: int) -> list[bytes]:
     assert 1 <= count <= RUN_BLOCKS
     blocks = [bytearray(LAYOUT.block(index).nbytes) for index in range(first, first + count)]
     wire.receive(*blocks)
-    assert wire.receive_frame() == (Kind.GOOD, first, 1)
+    assert wire.receive_frame() == (Kind.GOOD, first, epoch)
     return [bytes(data) for data in blocks]
 
 
@@ -107,6 +107,33 @@ def test_blocks_come_as_they_are_asked_for(port):
     nbytes = sum(LAYOUT.block(index).nbytes for index in (4, 5, 6, 0, 4, *ALL))
     until(lambda: port.holdings.leases.bytes_served["tcp"] == nbytes)
     until(lambda: port.grants.in_use == 0)
+
+
+@pytest.mark.parametrize(("quick", "later"), [(60.0, [8]), (0.0, [4, 4])], ids=["quick", "slow"])
+def test_runs_grow_as_long_as_they_are_quick(port, quick, later, monkeypatch):
+    """Who takes a run quickly gets longer ones, who is slow never does."""
+    monkeypatch.setattr(tcp_feed, "QUICK_SECONDS", quick)
+    (token,) = port.tokens(port.lease(), ALL)
+    with port.admitted(token) as wire:
+        for expected in ([4, 4], later):
+            wire.send(pack(Kind.READ, 0, len(ALL)))
+            runs = []
+            while sum(runs) < len(ALL):
+                runs.append(len(run_of(wire, sum(runs))))
+            assert runs == expected
+        wire.send(pack(Kind.DONE))
+
+
+def test_runs_of_what_is_being_filled_stay_short(port, monkeypatch):
+    """Who reads from a reader waits for its verdicts, however quickly it takes its runs."""
+    monkeypatch.setattr(tcp_feed, "QUICK_SECONDS", 60.0)
+    with port.being_filled("half") as lease:
+        (token,) = port.tokens(lease, ALL)
+        with port.admitted(token) as wire:
+            for _ in range(2):
+                wire.send(pack(Kind.READ, 0, len(ALL)))
+                assert [len(run_of(wire, first, FILLING_EPOCH + 1)) for first in (0, 4)] == [4, 4]
+            wire.send(pack(Kind.DONE))
 
 
 def test_a_grant_is_for_one_connection(port):

@@ -118,15 +118,17 @@ async def test_requests_that_come_while_it_is_paused(service):
     """They are visible, bounded, end at their deadline or by name, and are served afterwards."""
     await service.client.pause(asks(operator="ops"))
     late = asyncio.create_task(service.answer(request="late", **tokens(1)))
+
+    async def wait(count: int) -> bool:
+        return (await service.client.status()).waiting_at_gate == count
+
+    await eventually(lambda: wait(1))
     stub = engine_pb2_grpc.EngineServiceStub(service.client.channel)
     hasty = stub.Generate(engine_pb2.GenerateRequest(**tokens(2)), timeout=0.3)
     assert await hasty.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await eventually(lambda: wait(1))  # the server has seen it too
     named = asyncio.create_task(service.answer(request="n", **tokens(3, n=2)))
-
-    async def wait_two() -> bool:
-        return (await service.client.status()).waiting_at_gate == 2
-
-    await eventually(wait_two)
+    await eventually(lambda: wait(2))
     with pytest.raises(CallFailed) as refused:
         await service.answer(**tokens(4))
     assert refused.value.code == "RESOURCE_EXHAUSTED"

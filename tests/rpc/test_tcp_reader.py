@@ -16,9 +16,9 @@ from relay_service.core.rate import TokenBucket
 from relay_service.core.reading import Copied
 from relay_service.core.receiver import Receiver
 from relay_service.errors import CorruptBlock, EpochChanged, LeaseEnded, NotYet, SourceFailed
-from relay_service.transports import tcp, tcp_wire
+from relay_service.transports import tcp, tcp_read, tcp_wire
 from relay_service.transports.tcp import TcpTransport
-from relay_service.transports.tcp_wire import FRAME_BYTES, PIECE_BYTES, RUN_BLOCKS, Kind, pack
+from relay_service.transports.tcp_wire import FRAME_BYTES, PIECE_BYTES, Kind, pack
 
 IN_TIME_SECONDS = 5
 BLOCKS = list(range(LAYOUT.block_count))
@@ -242,7 +242,7 @@ async def test_reasons_of_a_source(script, reason, error, after):
 
 LIES = {
     "another block": lambda s: s.message(1),
-    "more blocks than a run has": lambda s: s.run(BLOCKS[: RUN_BLOCKS + 1]),
+    "more blocks than a run has": lambda s: s.run(BLOCKS[:5]),
     "a run without end": lambda _: pack(Kind.DATA, 0, 1 << 40),
     "no block": lambda _: pack(Kind.DATA, 0, 0),
     "a reason without end": lambda _: pack(Kind.FAILED, 1 << 40),
@@ -252,8 +252,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_source_that_breaks_the_protocol(script, lie):
+async def test_a_source_that_breaks_the_protocol(script, lie, monkeypatch):
     """A frame that isn't the one that must come ends the read; nothing of it has landed."""
+    monkeypatch.setattr(tcp_read, "RUN_BLOCKS", 4)
     source = script(lambda s, peer: peer.sendall(LIES[lie](s)))
     receiver = receiver_of(source)
     with pytest.raises(SourceFailed, match="broke the protocol"):
@@ -333,3 +334,15 @@ def test_a_block_is_received_by_one_at_a_time():
     with receiver.place([1, 0]) as place:
         assert place is None, "a verified block is never received over"
     script.stop()
+
+
+def test_a_wide_wire():
+    """Much may be on its way to a reader before it has received anything."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        tcp_wire.wrap(sock, IN_TIME_SECONDS).widen()
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) > 4 * before
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1

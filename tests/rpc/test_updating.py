@@ -236,7 +236,7 @@ async def test_a_call_whose_time_is_over(stand, client):
     stand.steps.hold_at = "FinishStaging"
     request = engine_pb2.UpdateWeightsRequest(update=asked())
     with pytest.raises(DeadlineExceeded):
-        async for _ in client.update(request, timeout=0.3):
+        async for _ in client.update(request, timeout=1):
             pass
     await eventually(lambda: stand.updates.current.result is not None)
     stand.steps.release.set()
