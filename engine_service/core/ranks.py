@@ -54,6 +54,8 @@ class RankGroup(RankCommands):
         self.spares = spares or SpareRanks(0)
         self._rendezvous_fd = rendezvous_fd
         self._lost = False
+        self._others = asyncio.Event()
+        """Set when other ranks than before are in the group."""
         self.arenas: list[Allocated] = []
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
@@ -142,13 +144,17 @@ class RankGroup(RankCommands):
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
-        workers = list(self.workers)
-        waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        done: set[asyncio.Future[int]] = set()
+        while not done:
+            workers, others = self.workers, asyncio.ensure_future(self._others.wait())
+            waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
+            try:
+                await asyncio.wait([others, *waits], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in (others, *waits):
+                    wait.cancel()
+            if workers is self.workers:  # else some of these were let go
+                done = {wait for wait in waits if wait.done() and not wait.cancelled()}
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
         self._lost = True
@@ -219,6 +225,8 @@ class RankGroup(RankCommands):
         for rank, worker in enumerate(workers):
             worker.call(rank)
         self.staging, self.broken, self._lost = StagingStreams(workers), None, False
+        others, self._others = self._others, asyncio.Event()
+        others.set()
 
 
 def close_all(descriptors: list[int]) -> None:

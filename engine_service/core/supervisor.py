@@ -178,6 +178,9 @@ class Supervisor:
                 except TimeoutError:
                     await self.recovery.interrupt()
                     break
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+                    _log.exception("not recovered")
             await asyncio.sleep(min(RETRY_SECONDS, left))
         lost = instance.membership.lost if instance.membership else {}
         if lost and instance.config.lost_experts == "hold":
