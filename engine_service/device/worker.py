@@ -67,9 +67,9 @@ class Worker:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
 
         An error that nobody expected during a step, or while experts or weights are put into
-        place, is answered and raised too: what it left behind is unknown, so the rank ends. So
-        it does where weights were left half-changed, and after a collective that failed (the
-        ranks would never be in step again), unless it outlives its peers and meets others.
+        place, is answered and raised too: the rank ends, as nobody knows what it left behind. So
+        it does where weights were left half-changed, and after a collective that failed, since
+        the ranks would never be in step again, unless it outlives its peers and meets others.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
