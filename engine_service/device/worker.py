@@ -122,8 +122,7 @@ class Worker:
         planned = plan(command)
         self._planned = command, planned
         memory = planned.memory
-        meets = command.config.world_size > 1 and not command.config.joins_later
-        if meets or memory is None:
+        if memory is None or (command.config.world_size > 1 and not command.config.joins_later):
             # The ranks meet: one that hangs is missed here, in time. A device needs torch.
             rank = self._built(command)
             return rank.allocated()
