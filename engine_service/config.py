@@ -189,6 +189,11 @@ class EngineConfig:
         return self.threads or max(1, spare // self.ranks)
 
     @property
+    def patience_seconds(self) -> float:
+        """Time for what takes ranks no longer than a collective; who takes longer hangs."""
+        return 1.5 * self.collective_timeout_seconds + 1.0
+
+    @property
     def outlives(self) -> bool:
         """Whether ranks go on when others are lost."""
         return self.on_rank_loss != "fail" and self.expert_parallel_size > 1

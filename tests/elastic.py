@@ -60,7 +60,7 @@ from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.memory.host import HostArena, create_memfd
 
 LAYERS, VOCAB = (0, 2), 300
-TIMEOUT_SECONDS = 0.3
+TIMEOUT_SECONDS = 0.2
 
 
 def contents(name: str, part: int, nbytes: int, version: str = "v1") -> bytes:

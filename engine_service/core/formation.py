@@ -69,7 +69,7 @@ class Formation:
         """
         instance, ranks = self.instance, self.instance.ranks
         self._epoch += 1  # used once, also where it comes to nothing: so nobody meets the past
-        members, seconds = len(ranks.workers), instance.config.collective_timeout_seconds + 1
+        members, seconds = len(ranks.workers), instance.config.patience_seconds
         met = [Rejoin(f"m{self._epoch}", rank, members) for rank in range(members)]
         await ranks.all_in_time(met, Done, seconds)
         self.sound = False

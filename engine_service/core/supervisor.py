@@ -89,7 +89,7 @@ class Supervisor:
             await asyncio.sleep(patience / 4)
             idle = time.monotonic() - ranks.quiet_since > patience / 4
             if self._may_survive and idle and not ranks.ordered.locked():
-                await ranks.in_time(Beat(), Done, patience)
+                await ranks.in_time(Beat(), Done, self._instance.config.patience_seconds)
 
     @property
     def _may_survive(self) -> bool:
@@ -143,7 +143,7 @@ class Supervisor:
         """Ends groups that have lost a rank; returns how many of the map's these are."""
         instance, ranks, parts = self._instance, self._instance.ranks, self._formation.parts
         experts, count = self._formation.experts, len(ranks.workers)
-        silent = set(await ranks.settle(instance.config.collective_timeout_seconds))
+        silent = set(await ranks.settle(instance.config.patience_seconds))
         lost = {rank // parts for rank in silent if rank // parts < experts.groups}
         # Groups behind the map's were about to become members, and did not.
         gone = [r for r in range(count) if r // parts in lost or r // parts >= experts.groups]
@@ -178,7 +178,7 @@ class Supervisor:
                 except TimeoutError:
                     await self.recovery.interrupt()
                     break
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - there may be another try
                     reason = f"{type(error).__name__}: {error}"
                     _log.exception("not recovered")
             await asyncio.sleep(min(RETRY_SECONDS, left))

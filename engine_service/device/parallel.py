@@ -1,4 +1,4 @@
-"""Joins the ranks of an instance, and what they compute together: gloo on CPU, NCCL on CUDA.
+"""What the ranks of an instance compute together: over gloo on CPU, over NCCL on CUDA.
 
 The collectives are custom operators that look their group up by name when they are
 called, so a traced graph holds only the call. Every rank gets the same bits from either:

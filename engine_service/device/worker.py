@@ -67,9 +67,9 @@ class Worker:
         """Answers commands until the front has gone, which raises `ChannelClosed`.
 
         An error that nobody expected during a step, or while experts or weights are put into
-        place, is answered and raised too: what it left behind is unknown, so the rank ends. So
-        it does where weights were left half-changed, and after a collective that failed (the
-        ranks would never be in step again), unless it outlives its peers and meets others.
+        place, is answered and raised too: the rank ends, as nobody knows what it left behind. So
+        it does where weights were left half-changed, and after a collective that failed, since
+        the ranks would never be in step again, unless it outlives its peers and meets others.
         """
         while True:
             command = messages.decode_command(self._channel.receive())
@@ -124,8 +124,7 @@ class Worker:
         planned = plan(command)
         self._planned = command, planned
         memory = planned.memory
-        meets = command.config.world_size > 1 and not command.config.joins_later
-        if meets or memory is None:
+        if memory is None or (command.config.world_size > 1 and not command.config.joins_later):
             # The ranks meet: one that hangs is missed here, in time. A device needs torch.
             rank = self._built(command)
             return rank.allocated()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine_service.core.expert_map import (
@@ -53,6 +53,34 @@ def test_moves_lead_from_one_map_to_the_other(pair):
     )
     assert len(planned) == differing
     assert moves(old, old) == []
+
+
+@given(pairs(), st.data())
+def test_maps_of_those_left(pair, data):
+    """They name what was lost; nobody has a turn with that, and one rank has with the others."""
+    experts, slots, _ = pair
+    gone = data.draw(st.sets(st.sampled_from(range(len(slots)))))
+    left = ExpertMap(experts, {0: slots}).without(gone)
+    rows = [held for group, held in enumerate(slots) if group not in gone]
+    assert left.layers[0] == tuple(rows)
+    lost = set(range(experts)) - {expert for held in rows for expert in held}
+    assert left.lost == ({0: tuple(sorted(lost))} if lost else {})
+    turns = [RankExperts(left, group).turns(0) for group in range(len(rows))]
+    for expert in range(experts):
+        for turn in range(TURNS):
+            serving = [g for g, each in enumerate(turns) if each[expert][turn] >= 0]
+            assert len(serving) == (expert not in lost)
+            assert all(rows[g][turns[g][expert][turn]] == expert for g in serving)
+
+
+@given(pairs())
+def test_experts_that_nobody_holds_are_not_moved(pair):
+    """What a whole map needs of them, no rank could give."""
+    experts, slots, _ = pair
+    left = ExpertMap(experts, {0: slots}).without([0])
+    assume(left.lost and left.layers[0])
+    with pytest.raises(InvalidRequest, match="nobody holds"):
+        moves(left.layers[0], (slots[0], *left.layers[0][1:]))
 
 
 @given(pairs())

@@ -209,7 +209,7 @@ def test_readers_learn_of_a_move_that_broke_off(dots, monkeypatch):
     with Ranks(path, 1, 2, redundant_experts=2) as ranks:
         assert not any(isinstance(answer, Exception) for answer in ranks.stage(LAYER, MIXED))
         arena = ranks.ranks[0].arena
-        monkeypatch.setattr(arena, "rename", lambda _units: 1 / 0)
+        monkeypatch.setattr(arena, "rename", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ranks.ranks[0].experts.move()
         assert arena._memory.sequence % 2

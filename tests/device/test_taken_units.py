@@ -1,25 +1,18 @@
 """Units that a rank takes out of memory which others filled: checked, or none is kept."""
 
 import os
-import socket
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
 from oracles import make
 from rank_threads import Ranks, alone
-from tiny_llama import start_message
 
-from engine_service.core import messages
 from engine_service.core.expert_messages import DropExperts
-from engine_service.core.member_messages import Place, Taken, TakeUnits, Wanted
-from engine_service.core.messages import encode
+from engine_service.core.member_messages import Place, TakeUnits, Wanted
 from engine_service.device.rank import Rank
 from engine_service.device.taking import take_units
-from engine_service.device.worker import Worker
-from engine_service.errors import ArenaError, EngineError
-from relay_service.core.channel import BlockingChannel
+from engine_service.errors import ArenaError
 from relay_service.core.manifest import Manifest
 from relay_service.errors import ManifestError
 from relay_service.memory.host import HostArena, create_memfd
@@ -239,61 +232,3 @@ def test_what_was_taken_is_forgotten(pair, gone):
     rank.experts.place(Place(swapped, 0))
     assert _bytes(rank, _expert(0)) == _bytes(other, _expert(0))
     assert _bytes(rank, _expert(1)) == _bytes(other, _expert(1))
-
-
-# Through the worker
-
-
-@contextmanager
-def _worker():
-    ours, theirs = socket.socketpair()
-    worker, front = Worker(BlockingChannel(theirs)), BlockingChannel(ours)
-
-    def ask(command, *descriptors):
-        front.send(encode(command), descriptors)
-        try:
-            worker._answer(messages.decode_command(worker._channel.receive()))
-        except EngineError as error:
-            return error
-        while isinstance(reply := messages.decode_reply(front.receive()), messages.Progress):
-            pass
-        return reply
-
-    yield worker, ask
-    front.close()
-    theirs.close()
-
-
-def test_a_fresh_rank_takes_units_before_torch_is_there(pair, folder):
-    """It answers Start at once although others compute already, and builds nothing to copy."""
-    _, other, _ = pair
-    start = start_message(folder, world_size=2, expert_parallel_size=2, joins_later=True,
-                          rank=1, redundant_experts=8)  # fmt: skip
-    manifest = other.arena.digested()
-    units = tuple(Wanted(unit.name, unit.name, unit.digests) for unit in manifest.units)
-    with _worker() as (worker, ask):
-        opened = _descriptors()
-        wrong = ask(TakeUnits(manifest, units), other.arena.descriptors[0])
-        assert "before Start" in str(wrong)
-        assert _descriptors() == opened
-        assert isinstance(ask(start), messages.Allocated)
-        arena = _descriptors()
-        reply = ask(TakeUnits(manifest, units), other.arena.descriptors[0])
-        assert reply == Taken(sum(unit.nbytes for unit in manifest.units))
-        bad = ask(
-            TakeUnits(manifest, (units[0]._replace(),))
-            if False
-            else TakeUnits(manifest, (Wanted("no", "no", ()),)),
-            other.arena.descriptors[0],
-        )
-        assert isinstance(bad, ArenaError)
-        assert _descriptors() == arena
-        assert worker._rank is None
-        memory = worker._planned[1].memory.mapping
-        assert bytes(memory.view(0, manifest.data_bytes)) == bytes(
-            other.arena.view(0, manifest.data_bytes)
-        )
-
-
-def _descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
