@@ -103,6 +103,14 @@ class NotYet(RelayError):
 class SourceBusy(RelayError):
     """A source that feeds as many readers as it can; `next` names whom to read from instead."""
 
+    def __init__(
+        self, message: str, *, upstream: Sequence[str] = (), probe: bytes = b"", **details: str
+    ) -> None:
+        """`upstream` are those through whom `next` gets its blocks; empty where nobody knows."""
+        super().__init__(message, **details)
+        self.upstream = tuple(upstream)
+        self.probe = probe
+
 
 class NoSource(RelayError):
     """Nobody, or nobody any more, can fill the target."""
