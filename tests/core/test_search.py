@@ -138,6 +138,18 @@ async def test_what_will_come_is_offered_before_there_is_a_lease():
     assert all(offer.continues(early) for offer in later)
 
 
+async def test_what_was_told_of_one_is_not_said_of_another(monkeypatch):
+    """Where whoever was named has failed, the line that it was part of is forgotten."""
+    monkeypatch.setattr(search, "YIELD_SECONDS", 0.0)
+    seed, other = source("seed"), source("other")
+    other.open_error = SourceFailed("gone")
+    transport = BusyTransport(seed, other, busy={"seed": "other"})
+    transport.line = ("one", "seed")
+    scene = Scene(seed.record, DUMMY, transport=transport)
+    assert (await scene.run())[-1] == "seed"
+    assert {offer.upstream for offer in scene.offers} == {("other", "one", "seed"), ("seed",)}
+
+
 @pytest.mark.parametrize(("hops", "patient"), [(HOPS_PER_SECOND, True), (1, False)])
 async def test_the_first_block_of_a_long_line_takes_a_while(hops, patient):
     """Whoever reads through many waits for its first block longer than for those after it."""
