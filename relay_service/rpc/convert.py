@@ -207,8 +207,7 @@ def sent_on_from_proto(source: str, message: relay_pb2.SentOn) -> SourceBusy:
     return SourceBusy(
         f"{source} is busy: {message.next_instance} reads from it",
         next=message.next_instance, manifest=message.manifest_instance,
-        upstream=message.upstream_instances, probe=message.probe,
-    )  # fmt: skip
+    ).knowing(message.upstream_instances, message.probe)  # fmt: skip
 
 
 def _filling_to_proto(filling: Filling | None) -> relay_pb2.Filling | None:

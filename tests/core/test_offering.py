@@ -56,7 +56,7 @@ def lane_to(name: str, seed: int = 0) -> tuple[Lane, FakeSource]:
 
 def busy(*upstream: str) -> SourceBusy:
     """Returns what a busy source says of the line that it sends somebody to."""
-    return SourceBusy("busy", next="a", upstream=upstream, probe=b"told")
+    return SourceBusy("busy", next="a").knowing(upstream, b"told")
 
 
 def test_the_same_weights_are_known_from_another_source():

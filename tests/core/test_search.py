@@ -53,9 +53,8 @@ class BusyTransport(FakeTransport):
         """Refuses who yields where that is busy."""
         self.asked.append((source.instance, yields))
         if yields and source.instance in self.busy:
-            raise SourceBusy(
-                "busy", next=self.busy[source.instance], manifest="seed", upstream=self.line
-            )
+            busy = SourceBusy("busy", next=self.busy[source.instance], manifest="seed")
+            raise busy.knowing(self.line, b"")
         return await super().open(source, holder)
 
 
