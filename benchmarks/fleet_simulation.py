@@ -32,8 +32,8 @@ COLUMNS = {
 CASES = {
     "1 % die": {"dies": 0.01}, "10 % at half speed": {"slow": 0.1},
     "come within 30 s": {"start_seconds": 30.0}, "1 ms a lease": {"lease_seconds": 0.001},
-    "9 ms a lease": {"lease_seconds": 0.009}, "1 ms more a hop": {"hop_seconds": 0.001},
-    "2 ms more a hop": {"hop_seconds": 0.002},
+    "9 ms a lease": {"lease_seconds": 0.009}, "one connection": {"hop_seconds": BLOCK_SECONDS},
+    "1 ms more a hop": {"hop_seconds": model.HOP_SECONDS + 0.001},
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def main() -> None:
         "answer_seconds": model.ANSWER_SECONDS, "lease_seconds": model.LEASE_SECONDS,
         "manifest_seconds": model.MANIFEST_SECONDS, "notice_seconds": model.NOTICE_SECONDS,
         "announce_seconds": model.ANNOUNCE_SECONDS, "start_seconds": model.START_SECONDS,
-        "rounds": rounds,
+        "hop_seconds": model.HOP_SECONDS, "rounds": rounds,
     }  # fmt: skip
     file = "fleet_simulation_quick" if options.quick else "fleet_simulation"
     table.write(file, settings, rows, COLUMNS, figures, GOALS)

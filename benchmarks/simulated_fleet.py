@@ -1,9 +1,9 @@
 """A fleet in virtual time: links are a model, who reads from whom is decided as relays do.
 
 Relays' own code decides: `choose`, `reads_from`, `nearest`, `continues` and `Seats`. Weights flow
-as a fluid in ticks of a few blocks. In a tick a link carries so much out and so much in; a reader
-has at most what its source had one block ago, so a block takes its time for each hop. Questions are
-events between ticks: each one takes a relay a while, and so do a lease and a manifest.
+as a fluid in ticks of a few blocks. In a tick a link carries so much out and so much in. A block is
+passed on once it's whole: so a reader has at most what its source had a few blocks ago. Questions
+are events between ticks: each one takes a relay a while, and so do a lease and a manifest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 
 from benchmarks.simulated_node import BLOCK_SECONDS, TICK_BLOCKS, TICK_SECONDS, Node
 from relay_service.core.choice import Candidate, choose, nearest, reads_from
+from relay_service.core.grants import MAX_PER_READ
 from relay_service.core.instance import Instance
 from relay_service.core.offer import continues
 from relay_service.core.search import SEARCH_SECONDS, YIELD_SECONDS
@@ -24,6 +25,8 @@ ANSWER_SECONDS = 0.001
 """For which a question keeps a relay busy."""
 LEASE_SECONDS = 0.005
 """To have a lease, once the source knows through whom its own blocks come."""
+HOP_SECONDS = MAX_PER_READ * BLOCK_SECONDS
+"""Until a block is whole: there are as many on their way as connections, and they share a link."""
 MANIFEST_SECONDS = 0.015
 """To send 300 KB, the manifest of 16 GiB, and to read and check it."""
 ANNOUNCE_SECONDS, START_SECONDS = 1.0, 0.25
@@ -39,14 +42,14 @@ class Fleet:
     def __init__(
         self, targets: int, blocks: int, rng: random.Random,
         *, slow: float = 0.0, dies: float = 0.0, start_seconds: float = START_SECONDS,
-        lease_seconds: float = LEASE_SECONDS, hop_seconds: float = 0.0,
+        lease_seconds: float = LEASE_SECONDS, hop_seconds: float = HOP_SECONDS,
     ) -> None:  # fmt: skip
         """Of the targets some have links of half the speed, and some die while they are filled.
 
-        A block waits `hop_seconds` at each one before it is passed on.
+        A block is `hop_seconds` on its way from one to the next before that one can pass it on.
         """
         self._unfilled, self._lease_seconds = targets, lease_seconds
-        self._lag_blocks = 1 + hop_seconds / BLOCK_SECONDS
+        self._lag_blocks = hop_seconds / BLOCK_SECONDS
         self.blocks, self.now, self.deepest = blocks, 0.0, 0
         self.turned = 0
         """How often a line turned out to be another one than was told."""

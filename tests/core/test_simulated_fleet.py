@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.simulated_fleet import ANSWER_SECONDS, START_SECONDS, Fleet
+from benchmarks.simulated_fleet import ANSWER_SECONDS, HOP_SECONDS, START_SECONDS, Fleet
 from benchmarks.simulated_node import BLOCK_SECONDS
 
 BLOCKS = 4096
@@ -23,17 +23,17 @@ def fleet(targets: int, seed: int = 0, **changes) -> tuple[Fleet, float]:
 def test_a_chain_costs_a_block_a_hop(targets):
     """All read one line at full speed, and no lease or manifest holds up who comes after."""
     simulated, seconds = fleet(targets)
-    hop_seconds = ANSWER_SECONDS + BLOCK_SECONDS
+    hop_seconds = ANSWER_SECONDS + HOP_SECONDS
     assert seconds <= BOUND + START_SECONDS + JOIN_SECONDS + targets * hop_seconds
-    assert seconds >= BOUND + targets * BLOCK_SECONDS
+    assert seconds >= BOUND + (targets - 1) * HOP_SECONDS
     assert (simulated.deepest, simulated.turned) == (targets, 0)
     assert simulated.seed.given == pytest.approx(BLOCKS)
     assert all(len(node.readers) <= 1 for node in simulated.targets)
 
 
 def test_what_a_block_waits_at_each_hop_adds_up():
-    """However long it takes each one to pass a block on, the last one has it so much later."""
-    (_, without), (_, seconds) = fleet(100), fleet(100, hop_seconds=0.01)
+    """However long a block takes from each one to the next, the last one has it so much later."""
+    (_, without), (_, seconds) = fleet(100), fleet(100, hop_seconds=HOP_SECONDS + 0.01)
     assert seconds - without == pytest.approx(100 * 0.01, abs=0.3)
 
 
