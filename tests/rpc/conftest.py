@@ -1,6 +1,7 @@
 """Gives every test of this folder a fleet of relays, and an engine."""
 
 import pytest
+from chain_scene import Chain
 from engines import Service
 from relays import fleet
 
@@ -14,3 +15,11 @@ async def service():
     await service.start()
     yield service
     await service.stop()
+
+
+@pytest.fixture
+async def chain(fleet):
+    """A seed and targets that are not started yet; ends the pulls that a test left."""
+    chain = Chain(fleet)
+    yield chain
+    await chain.end()
