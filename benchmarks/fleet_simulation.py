@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks import simulated_fleet as model
 from benchmarks import table
 from benchmarks.line_chart import write_chart
-from benchmarks.simulated_fleet import BLOCK_SECONDS, Fleet
+from benchmarks.simulated_fleet import Fleet
+from benchmarks.simulated_node import BLOCK_SECONDS, LINK_BYTES_PER_SECOND
 from relay_service.core.manifest import BLOCK_BYTES
 
 GOALS = {
@@ -30,8 +31,9 @@ COLUMNS = {
 }  # fmt: skip
 CASES = {
     "1 % die": {"dies": 0.01}, "10 % at half speed": {"slow": 0.1},
-    "come within 30 s": {"start_seconds": 30.0}, "1 ms a hop": {"lease_seconds": 0.001},
-    "9 ms a hop": {"lease_seconds": 0.009},
+    "come within 30 s": {"start_seconds": 30.0}, "1 ms a lease": {"lease_seconds": 0.001},
+    "9 ms a lease": {"lease_seconds": 0.009}, "one connection": {"hop_seconds": BLOCK_SECONDS},
+    "1 ms more a hop": {"hop_seconds": model.HOP_SECONDS + 0.001},
 }  # fmt: skip
 
 
@@ -74,11 +76,11 @@ def main() -> None:
         ),
     }
     settings = {
-        "bytes": blocks * BLOCK_BYTES, "link_bytes_per_second": model.LINK_BYTES_PER_SECOND,
+        "bytes": blocks * BLOCK_BYTES, "link_bytes_per_second": LINK_BYTES_PER_SECOND,
         "answer_seconds": model.ANSWER_SECONDS, "lease_seconds": model.LEASE_SECONDS,
         "manifest_seconds": model.MANIFEST_SECONDS, "notice_seconds": model.NOTICE_SECONDS,
         "announce_seconds": model.ANNOUNCE_SECONDS, "start_seconds": model.START_SECONDS,
-        "rounds": rounds,
+        "hop_seconds": model.HOP_SECONDS, "rounds": rounds,
     }  # fmt: skip
     file = "fleet_simulation_quick" if options.quick else "fleet_simulation"
     table.write(file, settings, rows, COLUMNS, figures, GOALS)

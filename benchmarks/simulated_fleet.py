@@ -1,9 +1,9 @@
 """A fleet in virtual time: links are a model, who reads from whom is decided as relays do.
 
-Relays' own code decides: `choose`, `reads_from`, `nearest` and `Seats`. Weights flow as a fluid in
-ticks of a few blocks. In a tick a link carries so much out and so much in; a reader has at most
-what its source had one block ago, so a block takes its time for each hop. Questions are events
-between ticks: each one takes a relay a while, and so do a lease and a manifest.
+Relays' own code decides: `choose`, `reads_from`, `nearest`, `continues` and `Seats`. Weights flow
+as a fluid in ticks of a few blocks. In a tick a link carries so much out and so much in. A block is
+passed on once it's whole: so a reader has at most what its source had a few blocks ago. Questions
+are events between ticks: each one takes a relay a while, and so do a lease and a manifest.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import itertools
 import random
 from collections.abc import Callable, Collection
 
-from benchmarks.simulated_node import Node
+from benchmarks.simulated_node import BLOCK_SECONDS, TICK_BLOCKS, TICK_SECONDS, Node
 from relay_service.core.choice import Candidate, choose, nearest, reads_from
+from relay_service.core.grants import MAX_PER_READ
 from relay_service.core.instance import Instance
-from relay_service.core.manifest import BLOCK_BYTES
+from relay_service.core.offer import continues
 from relay_service.core.search import SEARCH_SECONDS, YIELD_SECONDS
 from relay_service.core.seats import Seats
 
-LINK_BYTES_PER_SECOND = 10e9 / 8
-BLOCK_SECONDS = BLOCK_BYTES / LINK_BYTES_PER_SECOND
-TICK_BLOCKS = 32
-TICK_SECONDS = TICK_BLOCKS * BLOCK_SECONDS
 ANSWER_SECONDS = 0.001
 """For which a question keeps a relay busy."""
 LEASE_SECONDS = 0.005
-"""From a source's lease to that of who comes next: what one hop of a chain costs."""
+"""To have a lease, once the source knows through whom its own blocks come."""
+HOP_SECONDS = MAX_PER_READ * BLOCK_SECONDS
+"""Until a block is whole: there are as many on their way as connections, and they share a link."""
 MANIFEST_SECONDS = 0.015
 """To send 300 KB, the manifest of 16 GiB, and to read and check it."""
 ANNOUNCE_SECONDS, START_SECONDS = 1.0, 0.25
@@ -43,11 +42,17 @@ class Fleet:
     def __init__(
         self, targets: int, blocks: int, rng: random.Random,
         *, slow: float = 0.0, dies: float = 0.0, start_seconds: float = START_SECONDS,
-        lease_seconds: float = LEASE_SECONDS,
+        lease_seconds: float = LEASE_SECONDS, hop_seconds: float = HOP_SECONDS,
     ) -> None:  # fmt: skip
-        """Of the targets some have links of half the speed, and some die while they are filled."""
+        """Of the targets some have links of half the speed, and some die while they are filled.
+
+        A block is `hop_seconds` on its way from one to the next before that one can pass it on.
+        """
         self._unfilled, self._lease_seconds = targets, lease_seconds
+        self._lag_blocks = hop_seconds / BLOCK_SECONDS
         self.blocks, self.now, self.deepest = blocks, 0.0, 0
+        self.turned = 0
+        """How often a line turned out to be another one than was told."""
         self.seed = Node("seed", position=blocks, seats=Seats(self._clock), manifest_at=0.0)
         self.targets = [Node(f"t{n}", seats=Seats(self._clock)) for n in range(targets)]
         self.nodes = {node.name: node for node in [self.seed, *self.targets]}
@@ -105,8 +110,9 @@ class Fleet:
         Returns those that are complete now.
         """
         left = source.speed * TICK_BLOCKS
-        there = source.position if source.position >= self.blocks else source.position - 1
-        wanted = [(self._takes(reader, there, end), reader) for reader in source.readers]
+        complete = source.position >= self.blocks
+        there = source.position - (0.0 if complete else self._lag_blocks)
+        wanted = [(reader.takes(there, end), reader) for reader in source.readers]
         if len(wanted) > 1:
             wanted.sort(key=lambda one: one[0])
         for number, (most, reader) in enumerate(wanted):
@@ -116,17 +122,8 @@ class Fleet:
             left -= given
         return [reader for reader in source.readers if reader.position >= self.blocks]
 
-    def _takes(self, reader: Node, there: float, end: float) -> float:
-        """Returns how many blocks a reader can take in a tick, of those that are there."""
-        blocks = reader.speed * TICK_BLOCKS
-        ready_at = max(reader.leased_at, reader.manifest_at)
-        if (late := ready_at - (end - TICK_SECONDS)) > 0:
-            blocks *= max(0.0, 1 - late / TICK_SECONDS)
-        lag = there - reader.position
-        return 0.0 if lag <= 0 else min(lag, blocks)
-
     def _complete(self, node: Node, end: float) -> None:
-        node.position, node.done_at = self.blocks, end
+        node.position, node.done_at, node.line = self.blocks, end, ()
         self._unfilled -= 1
         if source := node.source:
             source.readers.remove(node)
@@ -138,7 +135,7 @@ class Fleet:
             return
         node.gone = True
         self._unfilled -= 1
-        if source := node.source:
+        if (source := node.source) and not source.gone:
             source.readers.remove(node)
             source.leases[node.name] = now + LINGER_SECONDS
         for reader in list(node.readers):
@@ -187,11 +184,11 @@ class Fleet:
         self, node: Node, source: Node, now: float,
         *, yields: bool, manifest: Node | None = None, dead: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """Asks for a lease; it is answered in turn, and once the source has one itself."""
+        """Asks for a lease; it is answered in turn, and once the source knows its own line."""
         source.busy_until = max(source.busy_until, now) + ANSWER_SECONDS
 
         def answer(then: float) -> None:
-            if source is not self.seed and not (source.line or source.gone):
+            if not (source.position >= self.blocks or source.line or source.gone):
                 source.waiting.append(answer)
             elif not node.gone:
                 self._answer(node, source, then, yields=yields, manifest=manifest, dead=dead)
@@ -209,23 +206,32 @@ class Fleet:
             self._at(now + SEARCH_SECONDS, lambda then: self._search(node, then))
         elif yields and (ahead := source.seats.send_on(source.holders(now), node.name)):
             holder = self.nodes[source.seats.manifest_holder(node.name) or source.name]
+            if not node.began:
+                line = source.seats.line_of(ahead, source.holders(now))
+                self._follow(node, (ahead, *line, source.name, *source.line), now)
             self._ask(node, self.nodes[ahead], now, yields=True, manifest=holder)
         else:
             self._grant(node, source, manifest or source, now)
 
     def _grant(self, node: Node, source: Node, manifest: Node, now: float) -> None:
-        node.source = source
-        there = now if source is self.seed else max(now, source.leased_at)
-        node.leased_at = there + self._lease_seconds
-        node.line = (source.name, *(source.line if source.position < self.blocks else ()))
-        self.deepest = max(self.deepest, len(node.line))
+        node.source, node.began, node.leased_at = source, True, now + self._lease_seconds
         source.readers.append(node)
         source.leases[node.name] = float("inf")
+        self._follow(node, (source.name, *source.line), now)
+        if node.manifest_at == float("inf"):
+            self._learn(node, manifest, node.leased_at)
+
+    def _follow(self, node: Node, line: tuple[str, ...], now: float) -> None:
+        """Blocks come through others from now on: whoever waits to know hears so."""
+        if node.line and not continues(line, node.line):
+            self.turned += 1
+            if node.readers:
+                raise RuntimeError(f"{node.name}: its readers were told of another line")
+        node.line = line
+        self.deepest = max(self.deepest, len(line))
         waiting, node.waiting = node.waiting, []
         for ask in waiting:
             self._at(now, ask)
-        if node.manifest_at == float("inf"):
-            self._learn(node, manifest, node.leased_at)
 
     def _learn(self, node: Node, holder: Node, now: float) -> None:
         """Gets the manifest from whoever has it, or from the source where that one has died."""

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Filling, Instance, RankBlocks, State, Weights
+from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.seats import Seats
 
+LINK_BYTES_PER_SECOND = 10e9 / 8
+BLOCK_SECONDS = BLOCK_BYTES / LINK_BYTES_PER_SECOND
+TICK_BLOCKS = 32
+TICK_SECONDS = TICK_BLOCKS * BLOCK_SECONDS
 DIGEST, FORMAT = "digest", Format(())
 
 
@@ -23,7 +28,7 @@ class Node:
     """Blocks that it has: the first so many."""
     source: Node | None = None
     line: tuple[str, ...] = ()
-    """Through whom they come, the nearest first."""
+    """Through whom they come, the nearest first; nobody once it has all."""
     readers: list[Node] = field(default_factory=list)
     leases: dict[str, float] = field(default_factory=dict)
     """Until when who holds one."""
@@ -31,13 +36,15 @@ class Node:
     busy_until: float = 0.0
     leased_at: float = 0.0
     manifest_at: float = float("inf")
+    began: bool = False
+    """Whether it was granted a lease."""
     gone: bool = False
     began_at: float = 0.0
     done_at: float = 0.0
     given: float = 0.0
     yields_until: float = 0.0
     waiting: list[Callable[[float], None]] = field(default_factory=list)
-    """Who waits for it to have a lease."""
+    """Who waits for it to know through whom its blocks come."""
     pupils: list[Callable[[float], None]] = field(default_factory=list)
     """Who waits for it to have the manifest."""
 
@@ -52,6 +59,15 @@ class Node:
             ranks=(RankBlocks(0, int(self.position), blocks, 0),),
             filling=None if complete else coming,
         )  # fmt: skip
+
+    def takes(self, there: float, end: float) -> float:
+        """Returns how many blocks it can take in a tick, of those that are there."""
+        blocks = self.speed * TICK_BLOCKS
+        ready_at = max(self.leased_at, self.manifest_at)
+        if (late := ready_at - (end - TICK_SECONDS)) > 0:
+            blocks *= max(0.0, 1 - late / TICK_SECONDS)
+        lag = there - self.position
+        return 0.0 if lag <= 0 else min(lag, blocks)
 
     def holders(self, now: float) -> list[str]:
         """Names who holds a lease on it."""

@@ -159,11 +159,11 @@ class RelayClient:
     async def acquire_lease(
         self, source: Instance, holder: str, *, yields: bool = False
     ) -> relay_pb2.AcquireLeaseResponse:
-        """Takes a lease on a source's weights; who `yields` is refused by one that is busy."""
+        """Takes a lease on a source's weights; who `yields` is sent on by one that is busy."""
         request = relay_pb2.AcquireLeaseRequest(
             instance=source.instance, generation=source.generation, epoch=source.weights.epoch,
             weights_digest=source.weights.digest, holder=holder, transfer=transfer_id.get(),
-            yields=yields,
+            yields=yields, follows=True,
         )  # fmt: skip
         response: relay_pb2.AcquireLeaseResponse = await self._unary(
             self._stub.AcquireLease(request, timeout=CALL_SECONDS)

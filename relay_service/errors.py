@@ -28,6 +28,7 @@ RelayError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 _SHOWN = 4
 
@@ -102,6 +103,15 @@ class NotYet(RelayError):
 
 class SourceBusy(RelayError):
     """A source that feeds as many readers as it can; `next` names whom to read from instead."""
+
+    upstream: Sequence[str] = ()
+    """Through whom `next` gets its blocks, the nearest first; empty where nobody knows."""
+    probe: bytes = b""
+
+    def knowing(self, upstream: Sequence[str], probe: bytes) -> Self:
+        """Adds what a status has no room for."""
+        self.upstream, self.probe = tuple(upstream), probe
+        return self
 
 
 class NoSource(RelayError):

@@ -170,10 +170,13 @@ class Holdings:
     def _check_seats(self, holding: Holding, holder: str) -> None:
         readers = self.leases.holders(holding.name, holding.generation)
         if ahead := holding.seats.send_on(readers, holder):
+            offer = holding.offered.now
+            line = holding.seats.line_of(ahead, readers)
+            upstream = (*line, holding.name, *(offer.upstream if offer else ()))
             raise SourceBusy(
                 f"{holding.name} is busy: {ahead} reads from it",
                 next=ahead, manifest=holding.seats.manifest_holder(holder) or holding.name,
-            )  # fmt: skip
+            ).knowing(upstream, offer.probe if offer else holding.probe)  # fmt: skip
 
     def leased(self, lease: str) -> tuple[Lease, Holding]:
         """Returns a live lease and what it is on. Raises `LeaseEnded` or `NotFound`."""

@@ -45,15 +45,19 @@ class Offer:
         return Filling(of.model, of.weights.version, of.weights.digest, self.epoch, of.instance)
 
     def continues(self, former: Offer | None) -> bool:
-        """Whether readers of a former offer may read on: same weights, and no new way back to them.
-
-        There's none through a complete source, which waits for nobody, nor through whom the
-        former one named.
-        """
+        """Whether readers of a former offer may read on: same weights, and no new way back."""
         if former is None or former.source.weights.digest != self.source.weights.digest:
             return False
-        complete = self.upstream == (self.source.instance,)
-        return complete or set(self.upstream) <= set(former.upstream)
+        return continues(self.upstream, former.upstream)
+
+
+def continues(upstream: Sequence[str], former: Sequence[str]) -> bool:
+    """Whether a line leads through nobody who may have been admitted as a reader meanwhile.
+
+    So it is with those that a former line named, and with a single complete source, which waits
+    for nobody.
+    """
+    return len(upstream) == 1 or set(upstream) <= set(former)
 
 
 class Arrivals:

@@ -1,4 +1,4 @@
-"""What a pull offers to others while it lands, from the first lease on. Plain Python."""
+"""What a pull offers to others while it lands, and just before. Plain Python."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from relay_service.core.manifest import Manifest
 from relay_service.core.match import Target, placed_otherwise
 from relay_service.core.offer import Offer
 from relay_service.core.reading import Copied, Way
+from relay_service.errors import SourceBusy
 
 
 class Offering:
@@ -21,12 +22,23 @@ class Offering:
         self._offer = offer
         self._landing: Offer | None = None
         """The last one whose digests were known, as long as its weights lie there."""
+        self._began = False
+
+    def foresee(self, source: Instance, busy: SourceBusy) -> None:
+        """Offers what a source will give, before it has granted a lease.
+
+        So no lease waits for another one, however long the line is. Through whom the blocks will
+        come whoever was too busy has said; should it be others, readers of this offer ask anew.
+        """
+        if busy.upstream and not (self._began or placed_otherwise(self._target, source)):
+            self._offer(Offer(source, [], busy.probe, busy.upstream))
 
     def begin(self, lane: Lane) -> None:
         """Offers what will land, before anybody knows its digests: so the next in line can begin.
 
         They are known where these weights land already.
         """
+        self._began = True
         if placed_otherwise(self._target, lane.source):
             self._withdraw()
         else:

@@ -160,6 +160,8 @@ class Puller:
 
     async def _read_from(self, lane: Lane) -> None:
         source, step, lanes = lane.source, lane.step, self._lanes
+        if lanes.work is None and (busy := self._search.sent_on_by):
+            self._offering.foresee(source, busy)
         transport = await self._choose(source)
         step.transport = transport.name
         session = await transport.open(source, self._target.instance, yields=lane.yields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +18,11 @@ from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
 from relay_service.core.together import in_thread
 from relay_service.core.twins import Twins
-from relay_service.errors import FormatMismatch, ManifestError, SourceFailed
+from relay_service.errors import FormatMismatch, ManifestError, NotYet, SourceFailed
 
 MAX_RANKS = 1024
+MANIFEST_NOT_YETS = 2
+"""Answers of a second each that a manifest has not come yet, after which it's asked for again."""
 
 
 class Copied:
@@ -173,11 +176,19 @@ class Reader:
         return self.sum("bytes_landed") - self._dropped
 
 
+async def _patient_manifest(session: SourceSession, rank: int, holder: Instance | None) -> Manifest:
+    """Returns a manifest that is on its way through others. Raises `NotYet` after some seconds."""
+    for _ in range(MANIFEST_NOT_YETS):
+        with contextlib.suppress(NotYet):
+            return await session.manifest(rank, holder)
+    return await session.manifest(rank, holder)
+
+
 async def _manifests(
     session: SourceSession, source: Instance, ranks: int, holder: Instance | None = None
 ) -> list[Manifest]:
     """Returns the manifests of a source's weights. Raises `ManifestError` and `SourceFailed`."""
-    manifests = [await session.manifest(rank, holder) for rank in range(ranks)]
+    manifests = [await _patient_manifest(session, rank, holder) for rank in range(ranks)]
     for manifest in manifests:
         check(manifest)
     if weights_digest(manifests) != source.weights.digest:

@@ -67,6 +67,8 @@ class Search:
         """Whom a busy source named to read from instead."""
         self.manifest_holder: Instance | None = None
         """Whom it named to have the manifest from, sooner than from the source."""
+        self.sent_on_by: SourceBusy | None = None
+        """What it said of the line that whom it named is part of."""
         self.line = Line()
         self._changed: set[Life] = set()
         """Left since their weights were, or were about to be, others."""
@@ -83,7 +85,7 @@ class Search:
         while True:
             if ahead := self._take_sent_on():
                 return ahead, True
-            self.manifest_holder = None
+            self.manifest_holder = self.sent_on_by = None
             if upstream := self.line.close_gap(self._known, self._may_be_asked):
                 return upstream, False  # whom we read from had a seat there, and has failed
             await self.ask()
@@ -212,7 +214,7 @@ class Search:
         known = {other.instance: other for other in self._known}
         if other := known.get(error.details.get("next", "")):
             if self._may_pass_on(other):
-                self._sent_on = filled_like(other, busy)
+                self._sent_on, self.sent_on_by = filled_like(other, busy), error
                 self.manifest_holder = known.get(error.details.get("manifest", ""))
             # One that serves takes just these weights too, and soon gives them.
             elif not (self._options.weights_digest and other.state.updatable):

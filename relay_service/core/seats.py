@@ -42,6 +42,18 @@ class Seats:
         self._came_at = now
         return ahead
 
+    def line_of(self, ahead: str, readers: Collection[str]) -> list[str]:
+        """Names those between this source and whom it has just sent somebody to, nearest first.
+
+        Each one was sent to the one before it. Where the first was sent nobody remembers, so all
+        readers are named: one too many is a reader refused, one too few may close a circle.
+        """
+        *earlier, reader = self._came
+        if ahead not in earlier:
+            return []  # it has a seat here
+        came = earlier[: earlier.index(ahead)]
+        return [*reversed(came), *sorted(set(readers) - {*came, ahead, reader})]
+
     def manifest_holder(self, reader: str) -> str:
         """Returns who passes the manifest on to a reader; empty for the source itself.
 

@@ -17,7 +17,7 @@ from relay_service.core.logs import clean_transfer
 from relay_service.core.match import Match, Target
 from relay_service.core.pull_report import PathStep, PullOptions
 from relay_service.core.transfers import Transfer
-from relay_service.errors import InvalidRequest
+from relay_service.errors import InvalidRequest, SourceBusy
 from relay_service.rpc.convert_transfer import step_to_proto
 from seedrelay.v1 import relay_pb2, weights_pb2
 
@@ -192,6 +192,22 @@ def source_to_proto(found: Match) -> relay_pb2.Source:
         instance=instance_to_proto(found.instance), fits=found.fits,
         reason=found.reason, recut=found.recut,
     )  # fmt: skip
+
+
+def sent_on_to_proto(busy: SourceBusy) -> relay_pb2.SentOn:
+    """Returns where a busy source sends a reader."""
+    return relay_pb2.SentOn(
+        next_instance=busy.details["next"], manifest_instance=busy.details["manifest"],
+        upstream_instances=busy.upstream, probe=busy.probe,
+    )  # fmt: skip
+
+
+def sent_on_from_proto(source: str, message: relay_pb2.SentOn) -> SourceBusy:
+    """Returns what it means to a reader."""
+    return SourceBusy(
+        f"{source} is busy: {message.next_instance} reads from it",
+        next=message.next_instance, manifest=message.manifest_instance,
+    ).knowing(message.upstream_instances, message.probe)  # fmt: skip
 
 
 def _filling_to_proto(filling: Filling | None) -> relay_pb2.Filling | None:

@@ -15,7 +15,7 @@ from relay_service.core.logs import clean_transfer, transfer_id
 from relay_service.core.match import match
 from relay_service.core.registry import EXPIRY_SECONDS, MAX_TRANSFERS_PER_RELAY, Registry
 from relay_service.core.transfers import Transfers
-from relay_service.errors import InvalidRequest, NotFound
+from relay_service.errors import InvalidRequest, NotFound, SourceBusy
 from relay_service.rpc import convert, convert_manifest, convert_transfer
 from relay_service.rpc.convert_kept import kept_to_proto
 from relay_service.rpc.directory import DirectoryFleet
@@ -154,10 +154,15 @@ class RelayServicer(relay_pb2_grpc.RelayServiceServicer):
         transfer_id.set(clean_transfer(request.transfer))  # a call has a context of its own
         if request.epoch == 0:
             await self._holdings.filled(request.instance, request.generation)
-        lease = self._holdings.acquire(
-            request.instance, request.generation, request.epoch, request.weights_digest,
-            request.holder, yields=request.yields,
-        )  # fmt: skip
+        try:
+            lease = self._holdings.acquire(
+                request.instance, request.generation, request.epoch, request.weights_digest,
+                request.holder, yields=request.yields,
+            )  # fmt: skip
+        except SourceBusy as busy:
+            if not request.follows:
+                raise
+            return relay_pb2.AcquireLeaseResponse(sent_on=convert.sent_on_to_proto(busy))
         holding = self._holdings.get(request.instance)
         offer = holding.offered.now
         return relay_pb2.AcquireLeaseResponse(

@@ -31,6 +31,7 @@ from relay_service.errors import (
     SourceBusy,
     SourceFailed,
 )
+from relay_service.rpc.convert import sent_on_from_proto
 from relay_service.rpc.status import abort_with
 from relay_service.transports.block_codec import decode_block, encode_block
 from seedrelay.v1 import relay_pb2
@@ -81,6 +82,9 @@ class GrpcTransport:
             if isinstance(error, ClientError):
                 raise _kind_of(error)(str(error), **error.details) from error
             raise
+        if lease.HasField("sent_on"):
+            await relay.close()
+            raise sent_on_from_proto(source.instance, lease.sent_on)
         return GrpcSession(relay, source, lease, self._credentials)
 
 

@@ -118,6 +118,36 @@ def test_who_comes_at_once_forms_one_chain(count):
     assert list(reads.values()) == ["source", *map(str, range(count - 1))]
 
 
+@given(st.integers(1, 60), st.sets(st.sampled_from("xyz")))
+def test_the_line_that_one_is_sent_to(count, holders):
+    """Everyone between is named, nearest first, also who had a seat before anybody came."""
+    seats, reads, names = Seats(FakeClock()), {}, [str(n) for n in range(count)]
+    readers = sorted(holders) or names[:1]
+    for name in names:
+        ahead = seats.send_on(readers, name)
+        if not ahead:
+            continue
+        reads[name] = between = [ahead, *reads.get(ahead, [])]
+        told = [ahead, *seats.line_of(ahead, readers)]
+        assert [one for one in told if one in names] == [one for one in between if one in names]
+        assert set(between) <= set(told) <= {*between, *readers} - {name}
+        assert len(told) == len(set(told))
+
+
+def test_the_line_of_one_who_comes_again():
+    """Who has come again since is not taken for one of those that came before."""
+    seats = Seats(FakeClock())
+    for name in "abcdb":
+        ahead = seats.send_on(["a"], name)
+    assert (ahead, seats.line_of(ahead, ["a"])) == ("d", ["c", "a"])
+    clock = FakeClock()
+    late = Seats(clock)
+    for name in "ab":
+        late.send_on(["a"], name)
+        clock.now += FRESH_SECONDS + 1
+    assert late.line_of("a", ["a"]) == [], "it has a seat"
+
+
 class Node:
     """One target as sources and readers see it: its offer, and the lease that it reads under."""
 
@@ -131,6 +161,11 @@ class Node:
         """Reads from another source from now on, as an answer of that one said."""
         self.lease, upstream = granted
         self.source = source
+        self.slot.put(Offer(source.record, [], b"", upstream), [])
+
+    def foresee(self, source: "Node", upstream: list[str]) -> None:
+        """Reads from nobody, and is sent to a source through which somebody said blocks come."""
+        self.source = None
         self.slot.put(Offer(source.record, [], b"", upstream), [])
 
     def ask(self, source: "Node") -> tuple[int, tuple[str, ...]] | None:
@@ -168,7 +203,8 @@ def test_no_circle_lasts(data, count):
     """However targets change their sources, and however late answers come, no circle is left.
 
     What an answer said may be old when it's used: then a circle may close, but a change of
-    source ends the leases of readers, so once all answers are in there is none.
+    source ends the leases of readers, so once all answers are in there is none. So it is whatever
+    a busy source said of the line that it sent somebody to.
     """
     seed = Node("seed")
     seed.slot.put(Offer(instance("disk"), [], b"", ()), [])
@@ -180,6 +216,9 @@ def test_no_circle_lasts(data, count):
             node.switch(*late.pop(node))
             continue
         source = data.draw(st.sampled_from([*nodes, seed]))
+        if source is not node and data.draw(st.booleans()):
+            names = st.sampled_from([one.record.instance for one in nodes if one is not node])
+            node.foresee(source, data.draw(st.lists(names, unique=True, max_size=4)))
         granted = node.ask(source) if source is not node else None
         if granted and data.draw(st.booleans()):
             late[node] = source, granted

@@ -13,7 +13,7 @@ from relay_service.core.pull_report import PathStep
 from relay_service.core.reading import Copied
 from relay_service.core.receiver import Receiver
 from relay_service.core.recut import Landed, Recut
-from relay_service.errors import NotYet
+from relay_service.errors import NotYet, SourceBusy
 
 LAYOUT = lay_out_bytes([2 * BLOCK_BYTES])
 DUMMY = instance("target")
@@ -54,6 +54,11 @@ def lane_to(name: str, seed: int = 0) -> tuple[Lane, FakeSource]:
     return lane, source
 
 
+def busy(*upstream: str) -> SourceBusy:
+    """Returns what a busy source says of the line that it sends somebody to."""
+    return SourceBusy("busy", next="a").knowing(upstream, b"told")
+
+
 def test_the_same_weights_are_known_from_another_source():
     """Readers of what has landed read on while the next source is asked for its manifests."""
     scene, (lane, source), (other, _) = Scene(), lane_to("a"), lane_to("b")
@@ -85,9 +90,32 @@ def test_nothing_is_read_before_digests_are_known():
         slot.check(0, 0, scene.offers[-1].epoch)
 
 
+def test_what_will_come_is_offered_before_the_lease():
+    """With the line and the probe that a busy source told; the lease confirms the line."""
+    scene, (lane, _) = Scene(), lane_to("a")
+    scene.offering.foresee(lane.source, busy("b", "seed"))
+    (early,) = scene.offers
+    assert (early.upstream, early.manifests, early.probe) == (("a", "b", "seed"), [], b"told")
+    lane.session.upstream = ("b", "seed")
+    scene.begin(lane)
+    assert scene.offers[-1].continues(early)
+
+
+def test_what_nobody_foretold_is_not_offered_before_the_lease():
+    """A line that nobody told would admit those that are part of it; after a lease it's known."""
+    scene, (lane, _) = Scene(), lane_to("a")
+    scene.offering.foresee(lane.source, busy())
+    assert scene.offers == []
+    scene.begin(lane)
+    scene.offering.foresee(lane.source, busy("b", "seed"))
+    assert len(scene.offers) == 1
+
+
 def test_what_is_cut_anew_is_not_offered():
     """Neither when that is known from the start, nor when manifests tell."""
     scene, (lane, _) = Scene(Placement(2)), lane_to("a")
+    scene.offering.foresee(lane.source, busy("b", "seed"))
+    assert scene.offers == []
     assert scene.begin(lane) is None
     scene = Scene()
     assert scene.begin(lane) == []

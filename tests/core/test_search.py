@@ -1,6 +1,7 @@
 """Where a pull reads when sources are busy, and when what they have is still to come."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from fakes import (
@@ -18,11 +19,12 @@ from fakes import (
 
 from relay_service.core import search
 from relay_service.core.instance import State, Weights
-from relay_service.core.lane import NOT_YETS_PER_SOURCE
+from relay_service.core.lane import HOPS_PER_SECOND, NOT_YETS_PER_SOURCE
 from relay_service.core.manifest import BLOCK_BYTES
 from relay_service.core.match import Target
 from relay_service.core.pull import Puller
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.reading import MANIFEST_NOT_YETS
 from relay_service.core.receiver import Receiver
 from relay_service.errors import EpochChanged, NoSource, NotYet, SourceBusy, SourceFailed
 
@@ -43,13 +45,16 @@ class BusyTransport(FakeTransport):
     def __init__(self, *sources: FakeSource, busy: dict[str, str]) -> None:
         super().__init__(*sources)
         self.busy = busy
+        self.line: tuple[str, ...] = ()
+        """What a busy source says of whom it sends somebody to."""
         self.asked: list[tuple[str, bool]] = []
 
     async def open(self, source, holder, *, yields=False):
         """Refuses who yields where that is busy."""
         self.asked.append((source.instance, yields))
         if yields and source.instance in self.busy:
-            raise SourceBusy("busy", next=self.busy[source.instance], manifest="seed")
+            busy = SourceBusy("busy", next=self.busy[source.instance], manifest="seed")
+            raise busy.knowing(self.line, b"")
         return await super().open(source, holder)
 
 
@@ -89,6 +94,17 @@ class Stutter:
         return self._reached
 
 
+class Comes:
+    """Stands for a number of blocks that is reached a few times, and never again."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def __le__(self, count: int) -> bool:
+        self._times -= 1
+        return self._times >= 0
+
+
 async def test_a_busy_source_sends_on():
     """Whom a busy source names is read from, though the fleet knows it as a dummy only."""
     seed, other = source("seed"), source("other")
@@ -101,6 +117,68 @@ async def test_a_busy_source_sends_on():
     early, offer = scene.offers
     assert (early.manifests, offer.manifests) == ([], seed.manifests)
     assert (offer.upstream, offer.filling.digest) == (("other",), seed.record.weights.digest)
+
+
+async def test_what_will_come_is_offered_before_there_is_a_lease():
+    """Whoever was sent on offers what it's about to read, as coming through whom it was told."""
+    seed, other = source("seed"), source("other")
+    transport, offered = BusyTransport(seed, other, busy={"seed": "other"}), []
+    transport.line = other.upstream = ("one", "seed")
+    scene = Scene(seed.record, DUMMY, transport=transport)
+
+    async def open_one(found, holder, *, yields=False):
+        offered.append([offer.upstream for offer in scene.offers])
+        return await BusyTransport.open(transport, found, holder, yields=yields)
+
+    transport.open = open_one
+    assert await scene.run() == ["other"]
+    assert offered == [[], [("other", "one", "seed")]]
+    early, *later = scene.offers
+    assert all(offer.continues(early) for offer in later)
+
+
+async def test_what_was_told_of_one_is_not_said_of_another(monkeypatch):
+    """Where whoever was named has failed, the line that it was part of is forgotten."""
+    monkeypatch.setattr(search, "YIELD_SECONDS", 0.0)
+    seed, other = source("seed"), source("other")
+    other.open_error = SourceFailed("gone")
+    transport = BusyTransport(seed, other, busy={"seed": "other"})
+    transport.line = ("one", "seed")
+    scene = Scene(seed.record, DUMMY, transport=transport)
+    assert (await scene.run())[-1] == "seed"
+    assert {offer.upstream for offer in scene.offers} == {("other", "one", "seed"), ("seed",)}
+
+
+@pytest.mark.parametrize(("hops", "patient"), [(HOPS_PER_SECOND, True), (1, False)])
+async def test_the_first_block_of_a_long_line_takes_a_while(hops, patient):
+    """Whoever reads through many waits for its first block longer than for those after it."""
+    late, spare = source("a"), source("spare")
+    late.upstream, late.error = tuple(f"t{n}" for n in range(hops)), NotYet("not yet")
+    late.fails_after = Comes(NOT_YETS_PER_SOURCE)
+    scene = Scene(late.record, spare.record, transport=FakeTransport(late, spare))
+    assert await scene.run() == (["a"] if patient else ["a", "spare"])
+
+
+async def test_a_manifest_that_is_on_its_way():
+    """It's asked for again where it has not come through others yet, and then no source is left."""
+    seed, vain = source("seed"), []
+
+    async def manifest(self, rank, holder=None):
+        vain.append(rank)
+        if len(vain) <= MANIFEST_NOT_YETS:
+            raise NotYet("its manifest has not arrived yet")
+        return seed.manifests[rank]
+
+    transport = FakeTransport(seed)
+
+    async def open_one(found, holder, **_):
+        session = await FakeTransport.open(transport, found, holder)
+        session.manifest = partial(manifest, session)
+        return session
+
+    transport.open = open_one
+    assert await Scene(seed.record, transport=transport).run() == ["seed"]
+    assert len(vain) == MANIFEST_NOT_YETS + 1
 
 
 async def test_a_manifest_that_is_another_one():

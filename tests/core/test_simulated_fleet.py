@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.simulated_fleet import BLOCK_SECONDS, LEASE_SECONDS, START_SECONDS, Fleet
+from benchmarks.simulated_fleet import ANSWER_SECONDS, HOP_SECONDS, START_SECONDS, Fleet
+from benchmarks.simulated_node import BLOCK_SECONDS
 
 BLOCKS = 4096
 BOUND = BLOCKS * BLOCK_SECONDS
@@ -19,13 +20,28 @@ def fleet(targets: int, seed: int = 0, **changes) -> tuple[Fleet, float]:
 
 
 @pytest.mark.parametrize("targets", [1, 10, 100])
-def test_a_chain_costs_a_lease_a_hop(targets):
-    """All read one line at full speed, and no manifest holds up who comes after."""
+def test_a_chain_costs_a_block_a_hop(targets):
+    """All read one line at full speed, and no lease or manifest holds up who comes after."""
     simulated, seconds = fleet(targets)
-    assert seconds <= BOUND + START_SECONDS + JOIN_SECONDS + targets * LEASE_SECONDS
-    assert seconds >= BOUND
+    hop_seconds = ANSWER_SECONDS + HOP_SECONDS
+    assert seconds <= BOUND + START_SECONDS + JOIN_SECONDS + targets * hop_seconds
+    assert seconds >= BOUND + (targets - 1) * HOP_SECONDS
+    assert (simulated.deepest, simulated.turned) == (targets, 0)
     assert simulated.seed.given == pytest.approx(BLOCKS)
     assert all(len(node.readers) <= 1 for node in simulated.targets)
+
+
+def test_what_a_block_waits_at_each_hop_adds_up():
+    """However long a block takes from each one to the next, the last one has it so much later."""
+    (_, without), (_, seconds) = fleet(100), fleet(100, hop_seconds=HOP_SECONDS + 0.01)
+    assert seconds - without == pytest.approx(100 * 0.01, abs=0.3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_that_live_are_filled(seed):
+    """Where most die, many of them soon after whom they read from, the rest find one another."""
+    simulated, _ = fleet(100, seed, dies=0.8)
+    assert all(node.position == BLOCKS for node in simulated.targets if not node.gone)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,6 +1,7 @@
 """Gives every test of this folder a fleet of relays, an engine, and one that has lost experts."""
 
 import pytest
+from chain_scene import Chain
 from engines import Service
 from experts import EXPERTS, LAYERS, ROUTED, SPREAD, FakeRecovery, spread
 from parcel_scene import mine
@@ -27,3 +28,11 @@ def lost(service):
     service.instance.membership = ROUTED
     service.instance.recovery = FakeRecovery(service.instance)
     return service
+
+
+@pytest.fixture
+async def chain(fleet):
+    """A seed and targets that are not started yet; ends the pulls that a test left."""
+    chain = Chain(fleet)
+    yield chain
+    await chain.end()

@@ -294,7 +294,7 @@ class GetArtifactResponse(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class AcquireLeaseRequest(_message.Message):
-    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder", "transfer", "yields")
+    __slots__ = ("instance", "generation", "epoch", "weights_digest", "holder", "transfer", "yields", "follows")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +302,7 @@ class AcquireLeaseRequest(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     YIELDS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     generation: str
     epoch: int
@@ -309,21 +310,36 @@ class AcquireLeaseRequest(_message.Message):
     holder: str
     transfer: str
     yields: bool
-    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ..., transfer: _Optional[str] = ..., yields: _Optional[bool] = ...) -> None: ...
+    follows: bool
+    def __init__(self, instance: _Optional[str] = ..., generation: _Optional[str] = ..., epoch: _Optional[int] = ..., weights_digest: _Optional[str] = ..., holder: _Optional[str] = ..., transfer: _Optional[str] = ..., yields: _Optional[bool] = ..., follows: _Optional[bool] = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
-    __slots__ = ("lease", "expiry", "probe", "epoch", "upstream_instances")
+    __slots__ = ("lease", "expiry", "probe", "epoch", "upstream_instances", "sent_on")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    SENT_ON_FIELD_NUMBER: _ClassVar[int]
     lease: str
     expiry: _duration_pb2.Duration
     probe: bytes
     epoch: int
     upstream_instances: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., probe: _Optional[bytes] = ..., epoch: _Optional[int] = ..., upstream_instances: _Optional[_Iterable[str]] = ...) -> None: ...
+    sent_on: SentOn
+    def __init__(self, lease: _Optional[str] = ..., expiry: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., probe: _Optional[bytes] = ..., epoch: _Optional[int] = ..., upstream_instances: _Optional[_Iterable[str]] = ..., sent_on: _Optional[_Union[SentOn, _Mapping]] = ...) -> None: ...
+
+class SentOn(_message.Message):
+    __slots__ = ("next_instance", "manifest_instance", "upstream_instances", "probe")
+    NEXT_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    next_instance: str
+    manifest_instance: str
+    upstream_instances: _containers.RepeatedScalarFieldContainer[str]
+    probe: bytes
+    def __init__(self, next_instance: _Optional[str] = ..., manifest_instance: _Optional[str] = ..., upstream_instances: _Optional[_Iterable[str]] = ..., probe: _Optional[bytes] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("lease",)

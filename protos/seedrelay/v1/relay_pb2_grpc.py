@@ -181,9 +181,10 @@ class RelayServiceServicer:
 
         Fails with `NOT_FOUND` when the instance isn't attached here, and with
         `FAILED_PRECONDITION` when it holds other weights by now, or none, or when
-        the holder is itself what the instance is filled from. `UNAVAILABLE` with
-        the reason `SourceBusy` names in its detail `next` another reader, to read
-        from instead.
+        the holder is itself what the instance is filled from. Whoever yields gets no
+        lease from a busy source, but `sent_on`, if it `follows`. Otherwise that is
+        `UNAVAILABLE` with the reason `SourceBusy`, which names in its detail `next`
+        another reader, to read from instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
