@@ -147,7 +147,8 @@ async def spawn(rank: int, threads: int, shared: tuple[int, ...]) -> RankWorker:
             stdout=sys.stderr,  # stdout belongs to the line that says we listen
             env={**_SPIN, **os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
-    _log.info("rank %d is process %d", rank, process.pid)
+    name = f"rank {rank}" if rank >= 0 else "a spare rank"
+    _log.info("%s is process %d", name, process.pid)
     return RankWorker(rank, process, AsyncChannel(steps), AsyncChannel(staging))
 
 

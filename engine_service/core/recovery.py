@@ -129,7 +129,11 @@ class Recovery:
         self.close()
         instance.attach_anew()
         await instance.ranks.spares.fill(instance.config.spare_ranks)
-        _log.info("%s: %s", _WORDS[what], report)
+        _log.info(
+            "%s: %d units, %d bytes from outside, %d bytes copied, %d ranks started, %.2f s, "
+            "of them %.2f s paused", _WORDS[what], len(report.pulled), report.bytes_pulled,
+            report.bytes_copied, report.ranks_started, report.seconds, report.seconds_paused,
+        )  # fmt: skip
         return report
 
     def _check_serves(self) -> None:
