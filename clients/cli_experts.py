@@ -15,6 +15,7 @@ from clients.cli_security import with_credentials
 from clients.credentials import Credentials
 from clients.engine import EngineClient
 from clients.progress import ExpertProgressBar
+from clients.report_membership import counted
 from seedrelay.v1 import engine_pb2
 
 app = typer.Typer(
@@ -153,9 +154,10 @@ def _show_done(done: engine_pb2.ExpertReport, *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(report_experts.expert_report(done)))
         return
-    say(f"{len(done.pulled)} units and {done.bytes_pulled} bytes came from outside, "
-        f"{done.bytes_copied} bytes from other ranks, {done.experts_moved} experts moved, "
-        f"{done.ranks_started} ranks started, paused {done.seconds_paused:.3f} s, "
+    say(f"{counted(len(done.pulled), 'unit')} and {counted(done.bytes_pulled, 'byte')} came from "
+        f"outside, {counted(done.bytes_copied, 'byte')} from other ranks, "
+        f"{counted(done.experts_moved, 'expert')} moved, "
+        f"{counted(done.ranks_started, 'rank')} started, paused {done.seconds_paused:.3f} s, "
         f"{done.seconds:.2f} s in all")  # fmt: skip
     for one in done.pulled:
         say(f"  {one.unit} part {one.part}: {one.bytes} bytes from {one.source}")

@@ -43,11 +43,11 @@ def line(shown: dict[str, Any]) -> str:
     lost, reason = shown["groups_lost"], shown["reason"]
     experts = sum(map(len, shown["lost"].values()))
     ranks, groups = shown["members"], {one["group"] for one in shown["members"]}
-    gone = f"{_count(experts, 'expert')} lost in {_count(len(shown['lost']), 'layer')}"
+    gone = f"{counted(experts, 'expert')} lost in {counted(len(shown['lost']), 'layer')}"
     return (
         f"membership {shown['epoch']}: {shown['state']}, "
-        f"{_count(len(ranks), 'rank')} in {_count(len(groups), 'group')}"
-        + (f", {_count(lost, 'group')} lost" if lost else "")
+        f"{counted(len(ranks), 'rank')} in {counted(len(groups), 'group')}"
+        + (f", {counted(lost, 'group')} lost" if lost else "")
         + (f", {gone}" if experts else "")
         + (f": {reason}" if reason else "")
     )
@@ -61,5 +61,6 @@ def progress_line(shown: dict[str, Any]) -> str:
     return f"{shown['phase']}{where}{how_much}" + (f" ({shown['note']})" if shown["note"] else "")
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words."""
     return f"{number} {what}{'' if number == 1 else 's'}"

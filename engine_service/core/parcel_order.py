@@ -70,5 +70,5 @@ class Order:
         said = "; ".join(filter(None, [why, *asked[:MAX_REASONS]])) + more
         return RecoveryFailed(
             f"{len(left)} units did not come, of them {left[0]}: {said or 'nobody was asked'}",
-            field="units", found=str(len(left)), hint="name another --source, or start anew",
+            field="units", found=str(len(left)), hint="name another source, or start anew",
         )  # fmt: skip

@@ -26,7 +26,8 @@ from engine_service.core.recovery import Recovery
 from engine_service.errors import EngineError, NotReady, RankDied, RanksLost
 from relay_service.core.instance import State
 
-RETRY_SECONDS = 1.0
+RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 15.0
+"""Between two tries to recover: at first, and at most; each may start processes."""
 MOST_FALSE_ALARMS = 3
 """Times in a row that ranks may fail to meet though all of them live."""
 _log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ class Supervisor:
         """Brings back what was lost, if that is wanted; ends an instance that holds too long."""
         instance, config = self._instance, self._instance.config
         deadline, reason = time.monotonic() + config.recovery_deadline_seconds, "nobody was asked"
+        pause = RETRY_SECONDS
         while instance.membership and instance.membership.groups_lost:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -181,7 +183,8 @@ class Supervisor:
                 except Exception as error:  # noqa: BLE001 - there may be another try
                     reason = f"{type(error).__name__}: {error}"
                     _log.exception("not recovered")
-            await asyncio.sleep(min(RETRY_SECONDS, left))
+            await asyncio.sleep(min(pause, left))
+            pause = min(2 * pause, MOST_RETRY_SECONDS)
         lost = instance.membership.lost if instance.membership else {}
         if lost and instance.config.lost_experts == "hold":
             late = NotReady(f"lost experts did not come back in time: {reason}")
