@@ -119,18 +119,33 @@ async def test_cancelling_within_a_step(running):
     assert await running.tokens(5, max_tokens=2) == [6, 7]
 
 
-async def test_a_dead_rank_ends_all(running):
-    """When a rank dies, every stream ends with that error, those that wait too."""
+async def test_a_dead_rank_ends_the_steps(running):
+    """When a rank dies no step runs; with others they may, and the streams go on as if nothing."""
     running.scheduler.limits = Limits(1000, 1, 8, 4)
     running.runner.gate.clear()
     streams = [asyncio.create_task(running.tokens(n)) for n in range(1, 4)]
     await running.runner.stepping.wait()
     running.runner.error = error = RankDied("rank 0 has died")
     running.runner.gate.set()
-    for result in await asyncio.gather(*streams, return_exceptions=True):
-        assert result is error
     await asyncio.wait([running.task])
     assert running.task.exception() is error
+    assert not any(stream.done() for stream in streams)
+    running.task = asyncio.create_task(running.engine.run())
+    for first, stream in enumerate(streams, 1):
+        assert await stream == list(range(first + 1, first + 6))
+    assert running.scheduler.pool.used == 0
+
+
+async def test_all_streams_end_with_what_nobody_survived(running):
+    """Those that wait, too."""
+    running.scheduler.limits = Limits(1000, 1, 8, 4)
+    running.runner.gate.clear()
+    streams = [asyncio.create_task(running.tokens(n)) for n in range(1, 4)]
+    await running.runner.stepping.wait()
+    running.engine.fail_all(error := RankDied("rank 0 has died"))
+    running.runner.gate.set()
+    for result in await asyncio.gather(*streams, return_exceptions=True):
+        assert result is error
     assert running.scheduler.pool.used == 0
 
 
@@ -183,8 +198,11 @@ async def test_a_step_that_answers_for_others(running, answer):
         return Sampled(answer)
 
     running.runner.step = step
+    stream = asyncio.create_task(running.tokens(1))
     with pytest.raises(RankDied, match="tokens for 1 rows"):
-        await asyncio.wait_for(running.tokens(1), 10)
+        await running.task
+    stream.cancel()
+    await asyncio.wait([stream])
     assert running.scheduler.pool.used == 0
 
 
