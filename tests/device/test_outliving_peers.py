@@ -71,8 +71,12 @@ def _outlive(ranks, groups, name="after"):
 @pytest.mark.parametrize(
     ("tp", "ep", "redundant", "lost", "weight_format"),
     [
-        (1, 4, 8, [1], "plain"), (1, 4, 8, [0], "plain"), (1, 4, 8, [0, 3], "plain"),
-        (2, 2, 8, [0], "plain"), (2, 2, 8, [1], "int8"), (1, 2, 8, [0], "plain"),
+        (1, 4, 8, [0, 3], "plain"),
+        (2, 2, 8, [1], "int8"),
+        pytest.param(1, 4, 8, [1], "plain", marks=pytest.mark.full),
+        pytest.param(1, 4, 8, [0], "plain", marks=pytest.mark.full),
+        pytest.param(2, 2, 8, [0], "plain", marks=pytest.mark.full),
+        pytest.param(1, 2, 8, [0], "plain", marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_those_left_are_an_ordinary_instance(

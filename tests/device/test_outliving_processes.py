@@ -51,7 +51,11 @@ async def _tokens(workers, count=8):
 
 
 @pytest.mark.parametrize(
-    ("end", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)], ids=["killed", "hung"]
+    ("end", "timeout"),
+    [
+        pytest.param(signal.SIGKILL, 60, id="killed", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 3, id="hung"),
+    ],
 )
 async def test_the_others_go_on(folder, end, timeout):
     """They answer what failed, fail at once until they meet anew, and compute the same tokens."""

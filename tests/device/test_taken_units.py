@@ -55,8 +55,15 @@ def _bytes(rank, name):
     return bytes(rank.arena.view(unit.offset, unit.nbytes))
 
 
-@pytest.mark.parametrize("weight_format", ["plain", "int8"])
-@pytest.mark.parametrize(("tp", "ep"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "ep", "weight_format"),
+    [
+        (1, 3, "plain"),
+        (2, 2, "int8"),
+        pytest.param(1, 3, "int8", marks=pytest.mark.full),
+        pytest.param(2, 2, "plain", marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_joins_in_the_place_of_a_lost_one(folder, tp, ep, weight_format):
     """It takes all that it holds from those that live; tokens and digests are as before."""
     held = {"weight_format": weight_format, "redundant_experts": EXPERTS * (ep - 1)}
