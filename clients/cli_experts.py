@@ -47,6 +47,8 @@ def show(
             say(json.dumps(report_experts.found_map(found)))
         else:
             expert_table.show(found.map, found.membership)
+            if found.HasField("last_report"):
+                say(f"last change: {report_experts.done_line(found.last_report)}")
 
     run(work(), as_json=json_)
 
@@ -153,10 +155,7 @@ def _show_done(done: engine_pb2.ExpertReport, *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(report_experts.expert_report(done)))
         return
-    say(f"{len(done.pulled)} units and {done.bytes_pulled} bytes came from outside, "
-        f"{done.bytes_copied} bytes from other ranks, {done.experts_moved} experts moved, "
-        f"{done.ranks_started} ranks started, paused {done.seconds_paused:.3f} s, "
-        f"{done.seconds:.2f} s in all")  # fmt: skip
+    say(report_experts.done_line(done))
     for one in done.pulled:
         say(f"  {one.unit} part {one.part}: {one.bytes} bytes from {one.source}")
     expert_table.show(done.map, done.membership)

@@ -27,6 +27,7 @@ def found_map(message: engine_pb2.GetExpertMapResponse) -> dict[str, Any]:
         **expert_map(message.map),
         "epoch": message.epoch,
         "membership": report_membership.membership(message.membership),
+        "last_report": _done(message.last_report) if message.HasField("last_report") else None,
     }
 
 
@@ -51,6 +52,22 @@ def expert_report(message: engine_pb2.ExpertReport) -> dict[str, Any]:
         "membership": report_membership.membership(message.membership),
         "epoch": message.epoch,
         "weights_digest": message.weights_digest,
+        **_done(message),
+    }
+
+
+def done_line(message: engine_pb2.ExpertReport) -> str:
+    """Returns what a recovery or a scaling did, for people."""
+    return (
+        f"{len(message.pulled)} units and {message.bytes_pulled} bytes came from outside, "
+        f"{message.bytes_copied} bytes from other ranks, {message.experts_moved} experts moved, "
+        f"{message.ranks_started} ranks started, paused {message.seconds_paused:.3f} s, "
+        f"{message.seconds:.2f} s in all"
+    )
+
+
+def _done(message: engine_pb2.ExpertReport) -> dict[str, Any]:
+    return {
         "pulled": [
             {"unit": one.unit, "part": one.part, "bytes": one.bytes, "source": one.source}
             for one in message.pulled

@@ -155,9 +155,9 @@ class FakeRank:
     # The stream.
 
     async def send(self, command, *descriptors: int) -> None:
-        kept = tuple(map(os.dup, descriptors))
         if self.has_ended:
             raise RankDied(f"rank {self.rank} has died")
+        kept = tuple(map(os.dup, descriptors))
         self.owed += 1
         self.commands.append(type(command))
         for happening in self.world.on_command.pop(type(command), []):

@@ -54,6 +54,8 @@ class RankGroup(RankCommands):
         self.spares = spares or SpareRanks(0)
         self._rendezvous_fd = rendezvous_fd
         self._lost = False
+        self._others = asyncio.Event()
+        """That there are other workers than before."""
         self.arenas: list[Allocated] = []
         self.descriptors: list[list[int]] = []
         """Of each rank's arena; the first one carries header and seal."""
@@ -142,13 +144,16 @@ class RankGroup(RankCommands):
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
-        workers = list(self.workers)
-        waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        while True:
+            workers, others = self.workers, asyncio.ensure_future(self._others.wait())
+            waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
+            try:
+                done, _ = await asyncio.wait([*waits, others], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in [*waits, others]:
+                    wait.cancel()
+            if workers is self.workers:  # else one that has left may well have ended
+                break
         # The rank that a signal ended comes before those that ended because of it.
         rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
         self._lost = True
@@ -219,6 +224,8 @@ class RankGroup(RankCommands):
         for rank, worker in enumerate(workers):
             worker.call(rank)
         self.staging, self.broken, self._lost = StagingStreams(workers), None, False
+        self._others.set()
+        self._others = asyncio.Event()
 
 
 def close_all(descriptors: list[int]) -> None:

@@ -201,6 +201,20 @@ async def test_the_table(lost):
     assert status["membership"] == shown["membership"]
 
 
+async def test_what_was_done_last(lost):
+    """It can be seen later, and by others than who asked for it."""
+    before = json.loads((await seedrelay("experts", "show", lost.address, "--json")).stdout)
+    lost.instance.recoveries.ended(Change.RECOVER, REPORT)
+    lost.instance.recoveries.ended(Change.SCALE, None)
+    after = json.loads((await seedrelay("experts", "show", lost.address, "--json")).stdout)
+    assert (before["last_report"], after["last_report"]["bytes_pulled"]) == (None, 124)
+    assert [one["unit"] for one in after["last_report"]["pulled"]] == [
+        u.unit for u in REPORT.pulled
+    ]
+    shown = (await seedrelay("experts", "show", lost.address)).stdout
+    assert "\nlast change: 2 units and 124 bytes came from outside, 512 bytes" in shown
+
+
 @pytest.mark.parametrize("state", MembershipState)
 def test_every_state_has_a_name(state):
     """What is said of each is what the core calls it."""
