@@ -45,12 +45,13 @@ class Supervisor:
         """Returns when the instance has failed for good."""
         try:
             while True:
-                error = await self._until_lost()
-                try:
-                    await self._survive(error)
-                except EngineError as fatal:
-                    await self._give_up(fatal)
-                    return
+                await self._survive(await self._until_lost())
+        except EngineError as fatal:
+            await self._give_up(fatal)
+        except Exception as error:
+            # Nobody else would end the requests of an instance whose steps do not run.
+            _log.exception("the steps have ended")
+            await self._give_up(EngineError(f"{type(error).__name__}: {error}"))
         finally:
             await self._stop_recovering()
             self.recovery.close()
@@ -177,6 +178,10 @@ class Supervisor:
                 except TimeoutError:
                     await self.recovery.interrupt()
                     break
+                except Exception as error:
+                    # Whatever it is, requests are held: the deadline must still end that.
+                    reason = f"{type(error).__name__}: {error}"
+                    _log.exception("not recovered")
             await asyncio.sleep(min(RETRY_SECONDS, left))
         lost = instance.membership.lost if instance.membership else {}
         if lost and instance.config.lost_experts == "hold":
