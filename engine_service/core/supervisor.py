@@ -48,7 +48,7 @@ class Supervisor:
                 await self._survive(await self._until_lost())
         except EngineError as fatal:
             await self._give_up(fatal)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is
             # Nobody else would end the requests of an instance whose steps do not run.
             _log.exception("the steps have ended")
             await self._give_up(EngineError(f"{type(error).__name__}: {error}"))
@@ -178,8 +178,8 @@ class Supervisor:
                 except TimeoutError:
                     await self.recovery.interrupt()
                     break
-                except Exception as error:
-                    # Whatever it is, requests are held: the deadline must still end that.
+                except Exception as error:  # noqa: BLE001 - whatever it is
+                    # Requests are held, and the deadline must still end that.
                     reason = f"{type(error).__name__}: {error}"
                     _log.exception("not recovered")
             await asyncio.sleep(min(RETRY_SECONDS, left))

@@ -49,7 +49,7 @@ def other_weights(oracle: Oracle, folder: Path) -> Oracle:
     """Writes the same model with other weights."""
     model, dice = copy.deepcopy(oracle.model), torch.Generator().manual_seed(11)
     for parameter in model.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
+        parameter.add_(torch.randn(parameter.shape, generator=dice), alpha=0.1)
     shutil.copytree(oracle.folder, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     model.save_pretrained(folder, max_shard_size="100KB")
     shutil.copy(oracle.folder / "config.json", folder)
@@ -118,13 +118,8 @@ class Elastic:
 
     async def ready(self) -> None:
         """Waits for all."""
-        for one in filter(None, (self.engine, self.other)):
-            await reach(one)
-        ranks = (
-            len(self.engine.processes())
-            - 1
-            + (len(self.other.processes()) - 1 if self.other else 0)
-        )
+        known = [await reach(one) for one in (self.engine, self.other) if one]
+        ranks = sum(len(status.ranks) for status in known)
         self.files = memory_files(self.engine), 2 * ranks  # the relay holds and maps each
         await eventually(lambda: self._files == self.files)
         self.first = await self.found()

@@ -1,4 +1,4 @@
-"""More and fewer groups of ranks, under running streams; what comes of it is an instance like any."""
+"""More and fewer groups of ranks, under running streams: an instance like any comes of it."""
 
 from __future__ import annotations
 

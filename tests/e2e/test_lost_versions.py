@@ -1,4 +1,4 @@
-"""Ranks are lost around an update: what comes back is of the version that serves, or nothing does."""
+"""Ranks are lost around an update: what comes back is of the version that serves, or nothing."""
 
 from __future__ import annotations
 

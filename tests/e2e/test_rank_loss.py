@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from engine_service.core.update_request import Phase
 from seedrelay.v1 import engine_pb2
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+SHARED = Path("/dev/shm")  # noqa: S108 - looked at, never written
 RATE = 1 << 18
 """Bytes per second of an update: it takes seconds to stage."""
 
@@ -74,7 +74,7 @@ def _named(cell: Cell) -> object:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable]:
     """Gives the engine of a cell, which cells that follow each other share; it ends cleanly."""
-    shared = set(os.listdir("/dev/shm"))  # noqa: S108 - looked at, never written
+    shared = set(SHARED.iterdir())
     present: dict[tuple, Elastic] = {}
 
     def close() -> None:
@@ -83,7 +83,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable]:
             scene.stage.close()
             assert scene.engine.process.returncode == 0
             assert not [one for one in processes if Path(f"/proc/{one}").exists()]
-            assert set(os.listdir("/dev/shm")) <= shared  # noqa: S108
+            assert set(SHARED.iterdir()) <= shared
         present.clear()
 
     async def scene(cell: Cell) -> Elastic:
