@@ -15,7 +15,6 @@ from clients.cli_security import with_credentials
 from clients.credentials import Credentials
 from clients.engine import EngineClient
 from clients.progress import ExpertProgressBar
-from clients.report_membership import counted
 from seedrelay.v1 import engine_pb2
 
 app = typer.Typer(
@@ -48,6 +47,8 @@ def show(
             say(json.dumps(report_experts.found_map(found)))
         else:
             expert_table.show(found.map, found.membership)
+            if found.HasField("last_report"):
+                say(f"last change: {report_experts.done_line(found.last_report)}")
 
     run(work(), as_json=json_)
 
@@ -154,11 +155,7 @@ def _show_done(done: engine_pb2.ExpertReport, *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(report_experts.expert_report(done)))
         return
-    say(f"{counted(len(done.pulled), 'unit')} and {counted(done.bytes_pulled, 'byte')} came from "
-        f"outside, {counted(done.bytes_copied, 'byte')} from other ranks, "
-        f"{counted(done.experts_moved, 'expert')} moved, "
-        f"{counted(done.ranks_started, 'rank')} started, paused {done.seconds_paused:.3f} s, "
-        f"{done.seconds:.2f} s in all")  # fmt: skip
+    say(report_experts.done_line(done))
     for one in done.pulled:
         say(f"  {one.unit} part {one.part}: {one.bytes} bytes from {one.source}")
     expert_table.show(done.map, done.membership)

@@ -6,6 +6,7 @@ from typing import Any
 
 from clients import report_membership
 from clients.report import placement
+from clients.report_membership import counted
 from seedrelay.v1 import engine_pb2
 
 
@@ -27,6 +28,7 @@ def found_map(message: engine_pb2.GetExpertMapResponse) -> dict[str, Any]:
         **expert_map(message.map),
         "epoch": message.epoch,
         "membership": report_membership.membership(message.membership),
+        "last_report": _done(message.last_report) if message.HasField("last_report") else None,
     }
 
 
@@ -51,6 +53,23 @@ def expert_report(message: engine_pb2.ExpertReport) -> dict[str, Any]:
         "membership": report_membership.membership(message.membership),
         "epoch": message.epoch,
         "weights_digest": message.weights_digest,
+        **_done(message),
+    }
+
+
+def done_line(message: engine_pb2.ExpertReport) -> str:
+    """Returns what a recovery or a scaling did, for people."""
+    return (
+        f"{counted(len(message.pulled), 'unit')} and {counted(message.bytes_pulled, 'byte')} came "
+        f"from outside, {counted(message.bytes_copied, 'byte')} from other ranks, "
+        f"{counted(message.experts_moved, 'expert')} moved, "
+        f"{counted(message.ranks_started, 'rank')} started, paused {message.seconds_paused:.3f} s, "
+        f"{message.seconds:.2f} s in all"
+    )
+
+
+def _done(message: engine_pb2.ExpertReport) -> dict[str, Any]:
+    return {
         "pulled": [
             {"unit": one.unit, "part": one.part, "bytes": one.bytes, "source": one.source}
             for one in message.pulled

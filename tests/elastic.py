@@ -248,6 +248,8 @@ class FakeRank:
         return Allocated(self.manifest, (("facts", "1"),), 100, 0, "4 KiB", 1, experts)
 
     def _take(self, _count: int) -> list[int]:
+        if self.has_ended:
+            raise RankDied("it has ended")
         return [os.dup(self.fd)]
 
     async def _drop(self, command) -> None:

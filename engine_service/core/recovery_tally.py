@@ -22,6 +22,8 @@ class RecoveryTally:
         self.ranks_lost = 0
         self.done: Counter[Change] = Counter()
         self.failed: Counter[Change] = Counter()
+        self.last: ExpertReport | None = None
+        """What the one did that was done last."""
         self.bytes_pulled = 0
         """From outside."""
         self.bytes_copied = 0
@@ -37,6 +39,7 @@ class RecoveryTally:
             self.failed[change] += 1
             return
         self.done[change] += 1
+        self.last = report
         self.bytes_pulled += report.bytes_pulled
         self.bytes_copied += report.bytes_copied
         self.seconds[change] += report.seconds

@@ -41,10 +41,16 @@ def groups_from_proto(message: engine_pb2.ScaleExpertsRequest) -> int:
 
 def report_to_proto(instance: Instance, report: ExpertReport) -> engine_pb2.ExpertReport:
     """Returns what a recovery or a scaling did, and what has come of it."""
-    weights = instance.engine.weights
+    weights, done = instance.engine.weights, done_to_proto(report)
+    done.map.CopyFrom(map_to_proto(instance))
+    done.membership.MergeFrom(membership_to_proto(instance) or engine_pb2.Membership())
+    done.epoch, done.weights_digest = weights.epoch, weights.digest
+    return done
+
+
+def done_to_proto(report: ExpertReport) -> engine_pb2.ExpertReport:
+    """Returns what a recovery or a scaling did, however long ago."""
     return engine_pb2.ExpertReport(
-        map=map_to_proto(instance), membership=membership_to_proto(instance),
-        epoch=weights.epoch, weights_digest=weights.digest,
         pulled=[
             engine_pb2.PulledUnit(unit=one.unit, part=one.part, bytes=one.nbytes, source=one.source)
             for one in report.pulled

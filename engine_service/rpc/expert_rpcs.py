@@ -37,10 +37,12 @@ class ExpertRpcs:
     ) -> engine_pb2.GetExpertMapResponse:
         """Returns where experts lie, and who computes together."""
         del context
+        last = self._instance.recoveries.last
         return engine_pb2.GetExpertMapResponse(
             map=convert.map_to_proto(self._instance, request.layers),
             epoch=self._instance.engine.weights.epoch,
             membership=membership_to_proto(self._instance),
+            last_report=convert.done_to_proto(last) if last else None,
         )
 
     @answers

@@ -248,10 +248,24 @@ async def test_scaled_up_and_down(elastic):
     assert (report.ranks_started, report.bytes_pulled, len(one.ranks)) == (2, 0, 6)
     is_sound(one)
     assert await one.tokens() == expected
+    decided = one.instance.membership.epoch
     with pytest.raises(InvalidRequest, match="cannot hold 8 experts"):
         await one.supervisor.recovery.scale(2)
     report = await one.supervisor.recovery.scale(3)
     assert (report.ranks_started, report.bytes_pulled, len(one.ranks)) == (0, 0, 3)
     is_sound(one)
     assert await one.tokens() == expected
-    assert sum(not rank.has_ended for rank in [*one.ranks, *one.world.started]) >= 3
+    assert sum(not rank.has_ended for rank in [*one.ranks, *one.world.started]) == 3
+    assert await one.tokens() == expected
+    assert one.instance.membership.epoch == decided + 1, "those that left were taken for lost"
+
+
+async def test_who_came_later_is_watched(elastic):
+    """A rank that was started in the place of a lost one is found at once when it dies, too."""
+    one = elastic(8, 4, collective_timeout_seconds=60.0)  # no beat finds it within this test
+    one.ranks[3].die()
+    await eventually(lambda: one.instance.recoveries.ranks_lost == 1)
+    await whole(one, 4)
+    one.ranks[3].die()
+    await eventually(lambda: one.instance.recoveries.ranks_lost == 2)
+    await whole(one, 4)

@@ -4,11 +4,12 @@ import asyncio
 import json
 
 import pytest
-from experts import ROUTED, SPREAD, STEPS
+from experts import REPORT, ROUTED, SPREAD, STEPS
 from typer.testing import CliRunner
 
 from clients.cli import app
 from engine_service.core.membership import RecoverOptions
+from engine_service.core.recovery_tally import Change
 from engine_service.errors import RecoveryFailed
 
 MEMBERSHIP_LINE = (
@@ -96,3 +97,17 @@ async def test_exit_codes(lost):
     assert late.exit_code == 4
     recovery.error = None
     recovery.may_end.set()
+
+
+async def test_what_was_done_last(lost):
+    """It can be seen later, and by others than who asked for it."""
+    before = json.loads((await seedrelay("experts", "show", lost.address, "--json")).stdout)
+    lost.instance.recoveries.ended(Change.RECOVER, REPORT)
+    lost.instance.recoveries.ended(Change.SCALE, None)
+    after = json.loads((await seedrelay("experts", "show", lost.address, "--json")).stdout)
+    assert (before["last_report"], after["last_report"]["bytes_pulled"]) == (None, 124)
+    assert [one["unit"] for one in after["last_report"]["pulled"]] == [
+        u.unit for u in REPORT.pulled
+    ]
+    shown = (await seedrelay("experts", "show", lost.address)).stdout
+    assert "\nlast change: 2 units and 124 bytes came from outside, 512 bytes" in shown

@@ -763,14 +763,16 @@ class GetExpertMapRequest(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetExpertMapResponse(_message.Message):
-    __slots__ = ("map", "epoch", "membership")
+    __slots__ = ("map", "epoch", "membership", "last_report")
     MAP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    LAST_REPORT_FIELD_NUMBER: _ClassVar[int]
     map: ExpertMap
     epoch: int
     membership: Membership
-    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ...) -> None: ...
+    last_report: ExpertReport
+    def __init__(self, map: _Optional[_Union[ExpertMap, _Mapping]] = ..., epoch: _Optional[int] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., last_report: _Optional[_Union[ExpertReport, _Mapping]] = ...) -> None: ...
 
 class SetExpertMapRequest(_message.Message):
     __slots__ = ("layers",)
