@@ -144,7 +144,7 @@ class RankGroup(RankCommands):
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
-        done: set[asyncio.Future[int]] = set()
+        done: list[int] = []
         while not done:
             workers, others = self.workers, asyncio.ensure_future(self._others.wait())
             waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
@@ -154,9 +154,10 @@ class RankGroup(RankCommands):
                 for wait in (others, *waits):
                     wait.cancel()
             if workers is self.workers:  # else some of these were let go
-                done = {wait for wait in waits if wait.done() and not wait.cancelled()}
+                ended = [wait.done() and not wait.cancelled() for wait in waits]
+                done = [rank for rank, over in enumerate(ended) if over]
         # The rank that a signal ended comes before those that ended because of it.
-        rank = min(map(waits.index, done), key=lambda rank: waits[rank].result())
+        rank = min(done, key=lambda rank: waits[rank].result())
         self._lost = True
         worker, status = workers[rank], waits[rank].result()
         told = self.broken and (status >= 0 or "rank" not in self.broken.details)
