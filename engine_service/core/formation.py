@@ -26,6 +26,10 @@ Digests = dict[tuple[int, str], tuple[bytes, ...]]
 """Of the blocks of each unit, by tensor-parallel part and name."""
 
 
+ANSWER_SECONDS = 1.0
+"""Beyond the collective timeout: those who have waited for others as long still answer."""
+
+
 class Formation:
     """The decisions about one instance, each with a number."""
 
@@ -48,6 +52,11 @@ class Formation:
         """Tensor-parallel ranks of each group."""
         return self.instance.config.tensor_parallel_size
 
+    @property
+    def patience_seconds(self) -> float:
+        """For which a rank may owe an answer and be taken for one that lives."""
+        return self.instance.config.collective_timeout_seconds + ANSWER_SECONDS
+
     def begin(self) -> None:
         """Takes down what the whole instance holds; while experts are lost, that is remembered."""
         instance = self.instance
@@ -69,7 +78,7 @@ class Formation:
         """
         instance, ranks = self.instance, self.instance.ranks
         self._epoch += 1  # used once, also where it comes to nothing: so nobody meets the past
-        members, seconds = len(ranks.workers), instance.config.collective_timeout_seconds + 1
+        members, seconds = len(ranks.workers), self.patience_seconds
         met = [Rejoin(f"m{self._epoch}", rank, members) for rank in range(members)]
         await ranks.all_in_time(met, Done, seconds)
         self.sound = False

@@ -143,7 +143,7 @@ class Supervisor:
         """Ends groups that have lost a rank; returns how many of the map's these are."""
         instance, ranks, parts = self._instance, self._instance.ranks, self._formation.parts
         experts, count = self._formation.experts, len(ranks.workers)
-        silent = set(await ranks.settle(instance.config.collective_timeout_seconds))
+        silent = set(await ranks.settle(self._formation.patience_seconds))
         lost = {rank // parts for rank in silent if rank // parts < experts.groups}
         # Groups behind the map's were about to become members, and did not.
         gone = [r for r in range(count) if r // parts in lost or r // parts >= experts.groups]
