@@ -83,12 +83,20 @@ class Supervisor:
         return await instance.ranks.died()  # which says why
 
     async def _beats(self) -> None:
-        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`."""
+        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`.
+
+        Also where one hangs in what needs no other rank, and all others have long answered.
+        """
         ranks, patience = self._instance.ranks, self._instance.config.collective_timeout_seconds
         while True:
             await asyncio.sleep(patience / 4)
-            idle = time.monotonic() - ranks.quiet_since > patience / 4
-            if self._may_survive and idle and not ranks.ordered.locked():
+            if not self._may_survive:
+                continue
+            now, since = time.monotonic(), ranks.awaited_since
+            late = [worker for worker in ranks.workers if worker.owed]
+            if late and since and now - since > self._formation.patience_seconds:
+                raise ranks.give_up("a rank does not answer what all others have answered", late)
+            if now - ranks.quiet_since > patience / 4 and not ranks.ordered.locked():
                 await ranks.in_time(Beat(), Done, patience)
 
     @property

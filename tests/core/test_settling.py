@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from fakes import eventually
 
 from engine_service.core.messages import Command, Done, Failed, decode_staging, encode
 from engine_service.core.rank_worker import RankWorker
@@ -25,9 +26,11 @@ class Process:
         self.returncode: int | None = None
 
     def kill(self) -> None:
+        """Ends it."""
         self.returncode = -9
 
     async def wait(self) -> int:
+        """Says how it ended."""
         assert self.returncode is not None
         return self.returncode
 
@@ -71,9 +74,7 @@ async def test_whoever_stages_lives_on():
     peers = [Peer() for _ in range(3)]
     group = RankGroup([peer.worker for peer in peers], outlives=True)
     staging = asyncio.ensure_future(group.stage_same(OPEN, Done))
-    async with asyncio.timeout(10):
-        while not all(peer.heard for peer in peers):
-            await asyncio.sleep(0)
+    await eventually(lambda: all(peer.heard for peer in peers))
     group.broken = RankDied("rank 1 has died")
     peers[1].worker.process.kill()
     assert await group.settle(2.0) == [1]
