@@ -29,7 +29,7 @@ from engine_service.core.messages import Done
 from engine_service.core.prefix import kv_origin
 from engine_service.core.replies import quiet
 from engine_service.core.turn import MOVES
-from engine_service.errors import EngineError, RankDied, WrongState
+from engine_service.errors import EngineError, RankDied, RanksLost, WrongState
 from relay_service.core.instance import State
 from relay_service.core.manifest import Manifest, Unit, weights_digest
 
@@ -119,6 +119,8 @@ class ExpertMoves:
     async def _move(self, layer: int, slots: Slots, report: MoveReport) -> None:
         instance, ranks = self._instance, self._instance.ranks
         old = known(instance)
+        if old.groups != len(slots):
+            raise RanksLost("ranks were lost while experts were moved")
         planned = moves(old.layers[layer], slots)
         units = [_by_name(manifest) for manifest in instance.manifests]
         parts = instance.placement.tensor_parallel_size
@@ -138,6 +140,8 @@ class ExpertMoves:
             raise
         report.seconds_staged += time.monotonic() - began
         async with instance.engine.between_steps():
+            if instance.experts is not old:  # what was staged is for ranks that were
+                raise RanksLost("ranks were lost while experts were staged")
             began = time.monotonic()
             replies = await self._moved()
             self._follow(old.changed({layer: slots}), replies, digests)

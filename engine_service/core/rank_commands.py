@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from engine_service import errors
@@ -47,6 +48,8 @@ class RankCommands:
         """Held while a command is in work."""
         self.quiet_since = time.monotonic()
         """When all ranks had answered last."""
+        self.awaited_since: float | None = None
+        """When the first of several ranks had answered a command that others still owe."""
 
     async def all(
         self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = ()
@@ -125,13 +128,30 @@ class RankCommands:
                 _close(passed.values())
             asked = [self.workers[rank] for rank in passed]
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in asked]
-            failures = await failures_of(replies)
+            with self._first_of(replies):
+                failures = await failures_of(replies)
             died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
             self.broken = self.broken or died  # who gave it up has said why already
             self.quiet_since = time.monotonic()
         if failures:
             raise cause(failures)
         return [reply.result() for reply in replies]
+
+    @contextmanager
+    def _first_of(self, replies: Sequence[asyncio.Future[R]]) -> Iterator[None]:
+        """Takes note of when the first one comes."""
+
+        def note(_: object) -> None:
+            self.awaited_since = self.awaited_since or time.monotonic()
+
+        for reply in replies:
+            reply.add_done_callback(note)
+        try:
+            yield
+        finally:
+            for reply in replies:
+                reply.remove_done_callback(note)
+            self.awaited_since = None
 
     async def _send(self, passed: Mapping[int, Passed]) -> None:
         try:

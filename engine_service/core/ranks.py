@@ -173,7 +173,7 @@ class RankGroup(RankCommands):
         Whoever has died is, and whoever does not answer in time: it is ended, so that it
         cannot come back. Afterwards the others owe nothing.
         """
-        self.staging.abandon(self.broken or errors.RanksLost("ranks were lost"))
+        await self.staging.abandon(self.broken or errors.RanksLost("ranks were lost"))
         async with self.ordered:
             settling = [asyncio.ensure_future(worker.settled()) for worker in self.workers]
             await asyncio.wait(settling, timeout=seconds)

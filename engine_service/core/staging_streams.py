@@ -49,10 +49,16 @@ class StagingStreams:
             work.add_done_callback(_close_all)
             raise
 
-    def abandon(self, error: errors.RankDied) -> None:
-        """Ends whatever is staged with an error; answers that ranks still owe nobody reads here."""
+    async def abandon(self, error: errors.RankDied) -> None:
+        """Ends whatever is staged with an error.
+
+        Afterwards nobody here reads what ranks still owe: two readers of one stream would wait
+        in vain for what the other one has read.
+        """
         self.broken = self.broken or error
         self._abandoned.set()
+        async with self._ordered:
+            pass
 
     async def _lend(self) -> list[list[int]]:
         async with self._ordered:
@@ -75,6 +81,19 @@ class StagingStreams:
             raise self.broken
         if gone.is_set():
             raise errors.WrongState("staging was given up")
+        asking = asyncio.ensure_future(self._heard(commands, kind, gone))
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
+        await asyncio.wait([asking, abandoned], return_when=asyncio.FIRST_COMPLETED)
+        abandoned.cancel()
+        if self.broken and not asking.done():
+            asking.cancel()
+            await asyncio.wait([asking])
+            raise self.broken
+        return await asking
+
+    async def _heard(
+        self, commands: Sequence[Command], kind: type[R], gone: asyncio.Event
+    ) -> list[R]:
         await self._send(commands)
         replies = [asyncio.ensure_future(stream.reply(kind)) for stream in self._streams]
         try:
@@ -82,6 +101,7 @@ class StagingStreams:
         finally:
             for reply in replies:
                 reply.cancel()
+            await asyncio.wait(replies)
         self.broken = self.broken or next(
             (f for f in failures if died(f, errors.CollectiveFailed)), None
         )
@@ -95,21 +115,22 @@ class StagingStreams:
         """Waits for all. When the caller goes, ranks drop what they are at, and answer that too."""
         answers = asyncio.ensure_future(failures_of(replies, past=errors.CollectiveFailed))
         leaving = asyncio.ensure_future(gone.wait())
-        abandoned = asyncio.ensure_future(self._abandoned.wait())
-        waits = [answers, leaving, abandoned]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        abandoned.cancel()
-        if answers.done():
-            return answers.result()
-        if self.broken:
+        try:
+            await asyncio.wait([answers, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if answers.done():
+                return answers.result()
+            await self._send([DropStaging()] * len(self._workers))
+            failures = await answers
+        finally:
             answers.cancel()
-            raise self.broken
-        await self._send([DropStaging()] * len(self._workers))
-        failures = await answers
+            leaving.cancel()
         if not any(died(one, errors.CollectiveFailed) for one in failures):
             dropped = [asyncio.ensure_future(stream.reply(Done)) for stream in self._streams]
-            failures += await failures_of(dropped)
+            try:
+                failures += await failures_of(dropped)
+            finally:
+                for one in dropped:
+                    one.cancel()
         return failures
 
     async def _send(self, commands: Sequence[Command]) -> None:

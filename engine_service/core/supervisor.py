@@ -84,13 +84,22 @@ class Supervisor:
         return await instance.ranks.died()  # which says why
 
     async def _beats(self) -> None:
-        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`."""
-        ranks, patience = self._instance.ranks, self._instance.config.collective_timeout_seconds
+        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`.
+
+        Also where one hangs in what needs no other rank, and all others have long answered.
+        """
+        ranks, config = self._instance.ranks, self._instance.config
+        beat = config.collective_timeout_seconds / 4
         while True:
-            await asyncio.sleep(patience / 4)
-            idle = time.monotonic() - ranks.quiet_since > patience / 4
-            if self._may_survive and idle and not ranks.ordered.locked():
-                await ranks.in_time(Beat(), Done, self._instance.config.patience_seconds)
+            await asyncio.sleep(beat)
+            if not self._may_survive:
+                continue
+            now, since = time.monotonic(), ranks.awaited_since
+            late = [worker for worker in ranks.workers if worker.owed]
+            if late and since and now - since > config.patience_seconds:
+                raise ranks.give_up("a rank does not answer what all others have answered", late)
+            if now - ranks.quiet_since > beat and not ranks.ordered.locked():
+                await ranks.in_time(Beat(), Done, config.patience_seconds)
 
     @property
     def _may_survive(self) -> bool:

@@ -9,9 +9,9 @@ import pytest
 from elastic import LAYERS, Elastic
 from fakes import eventually, resources
 
-from engine_service.core.member_messages import Place, Rejoin, TakeUnits
+from engine_service.core.member_messages import Beat, Place, Rejoin, TakeUnits
 from engine_service.core.membership import MembershipState, RecoverOptions
-from engine_service.core.messages import Step
+from engine_service.core.messages import Done, Step
 from engine_service.errors import (
     InvalidRequest,
     NotReady,
@@ -217,6 +217,19 @@ async def test_a_second_one_is_lost_meanwhile(elastic, loss, command, which):
     is_sound(one)
     for stream in streams:
         assert (await stream)[:12] == expected
+    assert await one.tokens() == expected
+
+
+async def test_one_hangs_in_what_needs_no_other(elastic):
+    """Nobody misses it in a collective: it is found when all others have long answered."""
+    one = elastic(8, 4)
+    expected = await one.tokens()
+    one.ranks[2].hangs = True
+    asked = asyncio.ensure_future(one.instance.ranks.same(Beat(), Done))
+    with pytest.raises(RankDied):
+        await asked
+    await eventually(lambda: one.instance.recoveries.ranks_lost == 1)
+    await whole(one, 4)
     assert await one.tokens() == expected
 
 

@@ -175,6 +175,19 @@ async def test_a_layer_that_cannot_be_staged(experts):
     assert (await experts.client.set_expert_map([_layer(2, NEW)])).layers_changed == 1
 
 
+async def test_ranks_are_lost_between_two_steps_of_a_move(experts):
+    """What is staged for ranks that were is not put into those that are."""
+    instance, ranks = experts.instance, experts.ranks
+    async with instance.engine.between_steps():
+        changing = asyncio.create_task(experts.client.set_expert_map([_layer(1, NEW)]))
+        await eventually(lambda: ranks.asked)
+        instance.experts = instance.experts.without([0])
+    with pytest.raises(CallFailed, match="ranks were lost") as failed:
+        await changing
+    assert failed.value.code == "UNAVAILABLE"
+    assert not ranks.moving.is_set()
+
+
 async def test_a_rank_that_dies_is_told(experts):
     """Nothing is dropped or tried again: the instance is over."""
     experts.ranks.failing[MoveExperts] = RankDied("rank 1 has died")
