@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 from engine_service.core.formation import Formation
@@ -90,7 +91,8 @@ class Supervisor:
             await asyncio.sleep(patience / 4)
             idle = time.monotonic() - ranks.quiet_since > patience / 4
             if self._may_survive and idle and not ranks.ordered.locked():
-                await ranks.in_time(Beat(), Done, self._instance.config.patience_seconds)
+                with suppress(RanksLost):  # others are members since
+                    await ranks.in_time(Beat(), Done, self._instance.config.patience_seconds)
 
     @property
     def _may_survive(self) -> bool:
