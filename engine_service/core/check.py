@@ -19,7 +19,7 @@ from engine_service.core.check_messages import Digested, DigestWeights, FoundWei
 from engine_service.core.check_report import CheckMode, CheckReport, Difference
 from engine_service.core.instance import Instance
 from engine_service.core.peer import Peer, find_peer
-from engine_service.errors import NotReady, WrongState
+from engine_service.errors import NotReady, RanksLost, WrongState
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
 
@@ -141,7 +141,10 @@ class Checker:
         seconds = 0.0
         for number in itertools.count():
             # Whatever waits for the ranks' stream, a step above all, comes before the next piece.
-            replies = await self._instance.ranks.same(DigestWeights(begin=not number), Digested)
+            try:
+                replies = await self._instance.ranks.same(DigestWeights(begin=not number), Digested)
+            except RanksLost:  # others hold the weights by now
+                return (), seconds
             seconds += max(reply.seconds for reply in replies)
             if any(reply.changed for reply in replies):
                 return (), seconds

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from engine_service import errors
 from engine_service.core.messages import Command, Reply
 from engine_service.core.rank_worker import RankWorker
-from engine_service.core.replies import cause, failures_of, quiet
+from engine_service.core.replies import cause, failures_of, let_go, quiet
 from engine_service.core.staging_streams import StagingStreams
 
 R = TypeVar("R", bound=Reply)
@@ -57,7 +57,8 @@ class RankCommands:
         """Gives each rank its command and returns their answers, by rank.
 
         Raises what went wrong first, once every rank has answered, or at once when a rank
-        has died: the others would wait for it. Nothing is sent to a group that lost one.
+        has died: the others would wait for it. Nothing is sent to a group that lost one, nor
+        where other ranks are in it by then (`RanksLost`).
         A caller that is cancelled does not disturb the order: its answers are still awaited.
         Of `descriptors`, if there are any, each rank gets one; they stay the caller's.
         """
@@ -103,10 +104,10 @@ class RankCommands:
             late = [one for one in self.workers if not self.outlives or one.owed]
             raise self.give_up(f"{name} took a rank longer than {seconds:g} s", late) from None
 
-    def give_up(self, reason: str, late: Iterable[RankWorker] = ()) -> errors.RankDied:
-        """Ends ranks, all unless some are named; returns what to tell."""
+    def give_up(self, reason: str, late: Iterable[RankWorker] | None = None) -> errors.RankDied:
+        """Ends ranks, all unless it is said which ones; returns what to tell."""
         self.broken = errors.RankDied(reason)
-        for worker in late or self.workers:
+        for worker in self.workers if late is None else late:
             worker.process.kill()  # whoever watches them ends the instance, or goes on
         return self.broken
 
@@ -116,13 +117,17 @@ class RankCommands:
             raise ended
 
     async def _shielded(self, passed: Mapping[int, Passed], kind: type[R]) -> list[R]:
-        running = asyncio.ensure_future(self._ask(passed, kind))
+        running = asyncio.ensure_future(self._ask(passed, kind, self.workers))
         return await asyncio.shield(quiet(running))
 
-    async def _ask(self, passed: Mapping[int, Passed], kind: type[R]) -> list[R]:
+    async def _ask(
+        self, passed: Mapping[int, Passed], kind: type[R], workers: list[RankWorker]
+    ) -> list[R]:
         async with self.ordered:
             try:
                 self.check()
+                if workers is not self.workers:
+                    raise errors.RanksLost("other ranks compute together by now")
                 await self._send(passed)
             finally:
                 _close(passed.values())
@@ -130,6 +135,7 @@ class RankCommands:
             replies = [asyncio.ensure_future(worker.reply(kind)) for worker in asked]
             with self._first_of(replies):
                 failures = await failures_of(replies)
+            await let_go(replies)
             died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
             self.broken = self.broken or died  # who gave it up has said why already
             self.quiet_since = time.monotonic()

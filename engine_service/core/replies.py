@@ -19,6 +19,14 @@ def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
     return work
 
 
+async def let_go(replies: Sequence[asyncio.Future[R]]) -> None:
+    """Waits for replies no more; afterwards nobody reads the streams that they come on."""
+    for reply in replies:
+        quiet(reply).cancel()
+    if replies:
+        await asyncio.wait(replies)
+
+
 async def failures_of(
     replies: Sequence[asyncio.Future[R]], *, past: type[errors.EngineError] | None = None
 ) -> list[BaseException]:

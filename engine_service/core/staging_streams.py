@@ -10,7 +10,7 @@ from typing import TypeVar
 from engine_service import errors
 from engine_service.core.messages import Command, Done, Reply
 from engine_service.core.rank_worker import RankStream, RankWorker
-from engine_service.core.replies import cause, died, failures_of, quiet
+from engine_service.core.replies import cause, died, failures_of, let_go, quiet
 from engine_service.core.update_messages import DropStaging, LendStaging, Lent
 
 R = TypeVar("R", bound=Reply)
@@ -50,11 +50,7 @@ class StagingStreams:
             raise
 
     async def abandon(self, error: errors.RankDied) -> None:
-        """Ends whatever is staged with an error.
-
-        Afterwards nobody here reads what ranks still owe: two readers of one stream would wait
-        in vain for what the other one has read.
-        """
+        """Ends whatever is staged with an error; afterwards nobody here reads answers any more."""
         self.broken = self.broken or error
         self._abandoned.set()
         async with self._ordered:
@@ -81,27 +77,19 @@ class StagingStreams:
             raise self.broken
         if gone.is_set():
             raise errors.WrongState("staging was given up")
-        asking = asyncio.ensure_future(self._heard(commands, kind, gone))
-        abandoned = asyncio.ensure_future(self._abandoned.wait())
-        await asyncio.wait([asking, abandoned], return_when=asyncio.FIRST_COMPLETED)
-        abandoned.cancel()
-        if self.broken and not asking.done():
-            asking.cancel()
-            await asyncio.wait([asking])
-            raise self.broken
-        return await asking
-
-    async def _heard(
-        self, commands: Sequence[Command], kind: type[R], gone: asyncio.Event
-    ) -> list[R]:
         await self._send(commands)
         replies = [asyncio.ensure_future(stream.reply(kind)) for stream in self._streams]
+        answers = asyncio.ensure_future(self._answers(replies, gone))
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
         try:
-            failures = await self._answered(replies, gone)
+            await asyncio.wait([answers, abandoned], return_when=asyncio.FIRST_COMPLETED)
+            if self.broken and not answers.done():
+                raise self.broken
+            failures = answers.result()
         finally:
-            for reply in replies:
-                reply.cancel()
-            await asyncio.wait(replies)
+            await let_go([abandoned])
+            await let_go([answers])
+            await let_go(replies)
         self.broken = self.broken or next(
             (f for f in failures if died(f, errors.CollectiveFailed)), None
         )
@@ -109,29 +97,27 @@ class StagingStreams:
             raise cause(failures)
         return [reply.result() for reply in replies]
 
-    async def _answered(
+    async def _answers(
         self, replies: Sequence[asyncio.Future[R]], gone: asyncio.Event
     ) -> list[BaseException]:
         """Waits for all. When the caller goes, ranks drop what they are at, and answer that too."""
         answers = asyncio.ensure_future(failures_of(replies, past=errors.CollectiveFailed))
         leaving = asyncio.ensure_future(gone.wait())
+        dropped: list[asyncio.Future[Done]] = []
         try:
             await asyncio.wait([answers, leaving], return_when=asyncio.FIRST_COMPLETED)
             if answers.done():
                 return answers.result()
             await self._send([DropStaging()] * len(self._workers))
             failures = await answers
-        finally:
-            answers.cancel()
-            leaving.cancel()
-        if not any(died(one, errors.CollectiveFailed) for one in failures):
-            dropped = [asyncio.ensure_future(stream.reply(Done)) for stream in self._streams]
-            try:
+            if not any(died(one, errors.CollectiveFailed) for one in failures):
+                dropped = [asyncio.ensure_future(stream.reply(Done)) for stream in self._streams]
                 failures += await failures_of(dropped)
-            finally:
-                for one in dropped:
-                    one.cancel()
-        return failures
+            return failures
+        finally:
+            await let_go([leaving])
+            await let_go([answers])
+            await let_go(dropped)
 
     async def _send(self, commands: Sequence[Command]) -> None:
         try:

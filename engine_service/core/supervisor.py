@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 from engine_service.core.formation import Formation
@@ -99,7 +100,8 @@ class Supervisor:
             if late and since and now - since > config.patience_seconds:
                 raise ranks.give_up("a rank does not answer what all others have answered", late)
             if now - ranks.quiet_since > beat and not ranks.ordered.locked():
-                await ranks.in_time(Beat(), Done, config.patience_seconds)
+                with suppress(RanksLost):  # others are members since
+                    await ranks.in_time(Beat(), Done, config.patience_seconds)
 
     @property
     def _may_survive(self) -> bool:
