@@ -23,7 +23,7 @@ GROUPS = 4
 STREAMS = 8
 TOKENS = 120
 COLLECTIVE_SECONDS = 5
-DECIDED_SECONDS = 2 * COLLECTIVE_SECONDS + 5
+DECIDED_SECONDS = 2 * COLLECTIVE_SECONDS + 15
 """Within twice the collective timeout a rank that hangs is found; a busy machine adds to it."""
 WHOLE_SECONDS = 60.0
 PROMPTS = [[3 + n, 1, 4, 1, 5 + n, 9, 2, 6] for n in range(STREAMS)]
