@@ -25,6 +25,7 @@ from engine_service.core.ranks import close_all
 from engine_service.core.recovery import Recovery
 from engine_service.errors import EngineError, NotReady, RankDied, RanksLost
 from relay_service.core.instance import State
+from relay_service.core.logs import fields
 
 RETRY_SECONDS = 1.0
 MOST_FALSE_ALARMS = 3
@@ -101,7 +102,7 @@ class Supervisor:
         instance, began = self._instance, time.monotonic()
         if not self._may_survive:
             raise error
-        _log.error("a rank is lost: %s", error)
+        _log.error("a rank is lost: %s", error, extra=fields(phase="lost"))
         await self._stop_recovering()
         instance.interrupt_update("a rank was lost")
         async with instance.engine.between_steps():  # a commit comes to its end
@@ -109,7 +110,10 @@ class Supervisor:
                 raise error
             self._formation.begin()
             await self._regroup(error)
-        _log.warning("decided in %.2f s: %s", time.monotonic() - began, instance.membership)
+        seconds = time.monotonic() - began
+        _log.warning(
+            "decided in %.2f s: %s", seconds, instance.membership, extra=fields(phase="regrouped")
+        )
         instance.attach_anew()
         self._recovering = asyncio.create_task(self._recover())
 
