@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ class Way:
     name: str
     arguments: tuple[str, ...]
     relay: bool = True
-    lasts: bool = True
+    lasts: bool = False
     """Whether the same instance serves all rounds; else each has a fresh one."""
     without_spare: bool = False
     """Whether the process that stands ready is killed before."""
@@ -77,12 +76,12 @@ _SPARE = (*_RECOVER, "--spare-ranks", "1")
 _RESTART = ("--on-rank-death", "restart")
 RECOVERY, RELOAD = "new rank, relay", "full reload, disk"
 WAYS = (
-    Way("spare rank, relay", _SPARE),
-    Way(RECOVERY, _SPARE, without_spare=True),
-    Way("spare slots, relay", (*_RECOVER, "--redundant-experts", str(REPLICAS)), lasts=False),
+    Way("spare rank, relay", _SPARE, lasts=True),
+    Way(RECOVERY, _SPARE, lasts=True, without_spare=True),
+    Way("spare slots, relay", (*_RECOVER, "--redundant-experts", str(REPLICAS))),
     Way("new rank, disk", _RECOVER, relay=False),
     Way(RELOAD, _RESTART, relay=False),
-    Way("full reload, relay", (*_RESTART, "--load-format", "dummy"), lasts=False),
+    Way("full reload, relay", (*_RESTART, "--load-format", "dummy")),
 )
 
 
@@ -193,8 +192,8 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         bench = Bench(model, logs, stack)
         for number in range(1, rounds + 1):
-            for way in ways if number % 2 else ways[::-1]:
-                rows.append(asyncio.run(bench.run(number, way)))
+            turn = ways if number % 2 else ways[::-1]
+            rows += [asyncio.run(bench.run(number, way)) for way in turn]
     settings = {
         "ranks": RANKS, "experts": EXPERTS, "replicas_in_spare_slots": REPLICAS, "rounds": rounds,
         "model_bytes": bench.model_bytes, "dtype": model.dtype, "threads": 1,

@@ -1,4 +1,4 @@
-"""A random model with experts in each layer, made like the random Llamas of the checkpoint folder."""
+"""A random model with experts in each layer, made like random Llamas are."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ async def lose(engine: Service, victim: int) -> Loss:
         except ClientError:
             return Loss(killed_at, seconds, seconds_stream, stream_went_on=False)
         _check(tokens, streamed)
-        gaps = [(late - early, late) for early, late in zip(times, times[1:], strict=False)]
+        gaps = [(late - early, late) for early, late in itertools.pairwise(times)]
         seconds_stream = max(gap for gap in gaps if gap[1] > killed)[1] - killed
         return Loss(killed_at, seconds, seconds_stream, stream_went_on=True)
 
@@ -109,9 +110,11 @@ async def kill_spare(engine: Service) -> None:
         ranks = {rank.pid for rank in (await client.status()).ranks}
     for pid in set(engine.processes()) - ranks - {engine.pid}:
         os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while set(engine.processes()) - ranks - {engine.pid}:
-            await asyncio.sleep(AGAIN_SECONDS)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while set(engine.processes()) - ranks - {engine.pid}:
+        if time.monotonic() > deadline:
+            raise LaunchError("a process that was killed is still there")
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 def phases(log: Path, since: float) -> dict[str, float]:

@@ -155,9 +155,9 @@ class FakeRank:
     # The stream.
 
     async def send(self, command, *descriptors: int) -> None:
-        kept = tuple(map(os.dup, descriptors))
         if self.has_ended:
             raise RankDied(f"rank {self.rank} has died")
+        kept = tuple(map(os.dup, descriptors))
         self.owed += 1
         self.commands.append(type(command))
         for happening in self.world.on_command.pop(type(command), []):
@@ -248,6 +248,8 @@ class FakeRank:
         return Allocated(self.manifest, (("facts", "1"),), 100, 0, "4 KiB", 1, experts)
 
     def _take(self, _count: int) -> list[int]:
+        if self.has_ended:
+            raise RankDied(f"rank {self.rank} has died")
         return [os.dup(self.fd)]
 
     async def _drop(self, command) -> None:

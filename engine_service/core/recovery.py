@@ -133,7 +133,6 @@ class Recovery:
                 instance.recoveries.ended(what, report)
         self.close()
         instance.attach_anew()
-        await instance.ranks.spares.fill(instance.config.spare_ranks)
         _log.info("%s: %s", _WORDS[what], report, extra=fields(bytes_pulled=report.bytes_pulled))
         return report
 

@@ -83,10 +83,17 @@ class Supervisor:
         return await instance.ranks.died()  # which says why
 
     async def _beats(self) -> None:
-        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`."""
-        ranks, patience = self._instance.ranks, self._instance.config.collective_timeout_seconds
+        """Asks ranks that nobody asks anything whether they live. Raises `RankDied`.
+
+        Has others stand ready in the place of those that were needed, too: now and then, since
+        to start them right after a recovery would hold up the answers that waited for it.
+        """
+        ranks, config = self._instance.ranks, self._instance.config
+        patience = config.collective_timeout_seconds
         while True:
             await asyncio.sleep(patience / 4)
+            if not self.recovery.progress:
+                await ranks.spares.fill(config.spare_ranks)
             idle = time.monotonic() - ranks.quiet_since > patience / 4
             if self._may_survive and idle and not ranks.ordered.locked():
                 await ranks.in_time(Beat(), Done, patience)

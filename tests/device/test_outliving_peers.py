@@ -123,7 +123,7 @@ def test_a_meeting_that_somebody_misses(folder, expected):
         assert all(isinstance(one, CollectiveFailed) for one in answers), answers
         assert time.monotonic() - began < 20
         for rank in ranks.ranks:
-            assert isinstance(_error(lambda r=rank: r.capture()), CollectiveFailed)
+            rank.capture()  # needs nobody, and makes nobody come
             assert isinstance(_error(lambda r=rank: r.record_probe()), CollectiveFailed)
             assert isinstance(
                 _error(lambda r=rank: r.step((Sequence([1]).row(),))), WrongState
