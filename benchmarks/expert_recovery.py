@@ -199,7 +199,8 @@ def main() -> None:
         "model_bytes": bench.model_bytes, "dtype": model.dtype, "threads": 1,
         "page_cache": "warm", "other_instance": "--ep 2", "transport": "auto",
     } | table.versions("torch")  # fmt: skip
-    table.write("expert_recovery", settings, rows, COLUMNS, figures(rows), GOALS)
+    name = "expert_recovery_quick" if options.quick else "expert_recovery"
+    table.write(name, settings, rows, COLUMNS, figures(rows), GOALS)
 
 
 if __name__ == "__main__":
