@@ -62,8 +62,6 @@ class Way:
     relay: bool = True
     lasts: bool = False
     """Whether the same instance serves all rounds; else each has a fresh one."""
-    without_spare: bool = False
-    """Whether the process that stands ready is killed before."""
 
     @property
     def recovers(self) -> bool:
@@ -77,7 +75,7 @@ _RESTART = ("--on-rank-death", "restart")
 RECOVERY, RELOAD = "new rank, relay", "full reload, disk"
 WAYS = (
     Way("spare rank, relay", _SPARE, lasts=True),
-    Way(RECOVERY, _SPARE, lasts=True, without_spare=True),
+    Way(RECOVERY, _RECOVER, lasts=True),
     Way("spare slots, relay", (*_RECOVER, "--redundant-experts", str(REPLICAS))),
     Way("new rank, disk", _RECOVER, relay=False),
     Way(RELOAD, _RESTART, relay=False),
@@ -107,8 +105,6 @@ class Bench:
         with ExitStack() as round_only:
             engine = self._instance(way, round_only)
             await rank_loss.whole(engine)
-            if way.without_spare:
-                await rank_loss.kill_spare(engine)
             page_cache.warm(self._model.files)
             await rank_loss.quiet(engine.processes)
             minimum = await self._minimum(engine)

@@ -104,19 +104,6 @@ async def quiet(pids: Callable[[], Sequence[int]]) -> None:
                     return
 
 
-async def kill_spare(engine: Service) -> None:
-    """Kills processes of an engine that are no ranks, and waits until they are gone."""
-    async with EngineClient(engine.address) as client:
-        ranks = {rank.pid for rank in (await client.status()).ranks}
-    for pid in set(engine.processes()) - ranks - {engine.pid}:
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while set(engine.processes()) - ranks - {engine.pid}:
-        if time.monotonic() > deadline:
-            raise LaunchError("a process that was killed is still there")
-        await asyncio.sleep(AGAIN_SECONDS)
-
-
 def phases(log: Path, since: float) -> dict[str, float]:
     """Reads seconds from a moment on, and the bytes that were pulled, out of an engine's log."""
     found: dict[str, float] = {}
