@@ -72,7 +72,7 @@ proto: $(READY) ## Generate code from the protos
 	@$(call PROTOC,protos)
 
 bench: model ## Run every benchmark, or one with BENCH=NAME; writes build/bench/NAME.json
-	@for name in $(or $(BENCH),relay_transports time_to_ready seed_impact engine_throughput health_latency structure_cost weight_formats loading update_pause pause_modes fanout fleet_simulation); do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@for name in $(or $(BENCH),relay_transports time_to_ready expert_recovery seed_impact engine_throughput health_latency structure_cost weight_formats loading update_pause pause_modes fanout fleet_simulation); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove what was built; the model stays in the user's cache
 	@rm -rf $(VENV) build *.egg-info

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import NamedTuple, TypeVar
 
 from engine_service.core.instance import Instance
@@ -56,23 +56,31 @@ class Gatherer:
         self._fresh = fresh
         self._first = first
         self._note = note
+        self._started = asyncio.Event()
 
     async def gather(
         self, planned: RecoveryPlan, memories: Sequence[Memory], options: RecoverOptions,
-        report: ExpertReport,
+        report: ExpertReport, start: Awaitable[None],
     ) -> None:  # fmt: skip
         """Returns when every rank has taken what it shall hold.
+
+        `start` gives fresh ranks their room: what is missing is fetched meanwhile.
 
         Raises `RecoveryFailed` where nobody gives what is missing, `ArenaError` for bytes that
         are not what they should be, `RankDied`.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._start(start))
                 tasks.create_task(self._copy(planned, memories, report))
                 if planned.missing:
                     tasks.create_task(self._pull(planned, options, report))
         except* EngineError as errors:
             raise errors.exceptions[0] from errors
+
+    async def _start(self, start: Awaitable[None]) -> None:
+        await start
+        self._started.set()
 
     async def _copy(
         self, planned: RecoveryPlan, memories: Sequence[Memory], report: ExpertReport
@@ -125,7 +133,10 @@ class Gatherer:
         return sources
 
     async def _take(self, target: int, memory: Memory, wanted: tuple[Wanted, ...]) -> int:
-        ranks = self._instance.ranks if target < self._first else self._fresh
+        ranks = self._instance.ranks
+        if target >= self._first:
+            ranks = self._fresh
+            await self._started.wait()
         rank = target if target < self._first else target - self._first
         passed = {rank: Passed(TakeUnits(memory.manifest, wanted), memory.descriptors[0])}
         taken = await self._bounded(ranks, passed, Taken, _nbytes(memory.manifest, wanted))

@@ -23,6 +23,7 @@ from engine_service.core.recovery_tally import Change
 from engine_service.core.recruiting import Recruiting, staying
 from engine_service.core.replies import quiet
 from engine_service.errors import RecoveryFailed, WrongState
+from relay_service.core.logs import fields
 
 _WORDS = {Change.RECOVER: "a recovery of experts", Change.SCALE: "a scaling of experts"}
 _log = logging.getLogger(__name__)
@@ -100,6 +101,10 @@ class Recovery:
             raise turn.busy()
 
         def note(progress: ExpertProgress) -> None:
+            if self.progress is None or progress.phase != self.progress.phase:
+                _log.info(
+                    "%s: %s", _WORDS[what], progress.phase, extra=fields(phase=progress.phase)
+                )
             self.progress = progress
             tell(progress)
 
@@ -128,11 +133,11 @@ class Recovery:
                 instance.recoveries.ended(what, report)
         self.close()
         instance.attach_anew()
-        await instance.ranks.spares.fill(instance.config.spare_ranks)
         _log.info(
             "%s: %d units, %d bytes from outside, %d bytes copied, %d ranks started, %.2f s, "
             "of them %.2f s paused", _WORDS[what], len(report.pulled), report.bytes_pulled,
             report.bytes_copied, report.ranks_started, report.seconds, report.seconds_paused,
+            extra=fields(bytes_pulled=report.bytes_pulled),
         )  # fmt: skip
         return report
 

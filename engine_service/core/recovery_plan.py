@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.member_messages import Wanted
 from engine_service.errors import RecoveryFailed
@@ -102,6 +104,19 @@ def plan(
         tuple(missing.values()),
         {target: tuple(units) for target, units in wanted.items()},
     )
+
+
+def awaited(experts: ExpertMap, known: Sequence[Manifest], rank: int, parts: int) -> Manifest:
+    """Returns what a fresh rank will say that it holds: what the map wants, without digests.
+
+    For a plan that need not wait for its start. `known` is that of `plan`.
+    """
+    like = known[rank % parts]
+    units = tuple(
+        msgspec.structs.replace(unit, name=name, digests=())
+        for unit, name in _to_hold(like, experts, rank // parts)
+    )
+    return msgspec.structs.replace(like, rank=rank, units=units)
 
 
 class _Places:

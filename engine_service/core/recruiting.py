@@ -17,20 +17,19 @@ from engine_service.core.expert_placing import regrouped
 from engine_service.core.formation import Formation
 from engine_service.core.gathering import Gatherer, Memory
 from engine_service.core.instance import Instance
-from engine_service.core.member_messages import Beat
 from engine_service.core.membership import (
     ExpertProgress,
     ExpertReport,
     OnExpertProgress,
     RecoverOptions,
 )
-from engine_service.core.messages import CheckProbe, Done, Start
+from engine_service.core.messages import Capture, Captured, CheckProbe, Done, Start
 from engine_service.core.ranks import RankGroup
-from engine_service.core.recovery_plan import Holder, RecoveryPlan, plan
+from engine_service.core.recovery_plan import Holder, RecoveryPlan, awaited, plan
 from engine_service.errors import EngineError, RankDied
 
 BUILD_SECONDS = 60.0
-"""Longest time for fresh ranks to import what they are made of, and to build their models."""
+"""Longest time for fresh ranks to import what they are made of, build their models, capture."""
 
 
 class Recruiting:
@@ -53,6 +52,7 @@ class Recruiting:
         self._staying = staying(formation.experts, groups)
         self._target = regrouped(self._staying, groups)
         self._first = self._staying.groups * formation.parts
+        self._world = groups * formation.parts
         self._fresh = RankGroup([], outlives=True)
 
     async def run(self, options: RecoverOptions) -> ExpertReport:
@@ -61,14 +61,14 @@ class Recruiting:
         self._formation.begin()
         try:
             self._note(ExpertProgress(phase="starting"))
-            await self._start()
-            report.ranks_started = len(self._fresh.workers)
-            report.seconds_started = time.monotonic() - began
+            self._fresh = await self._instance.ranks.fresh(self._world - self._first)
             memories = self._memories
             planned = self._planned(memories)
             gatherer = Gatherer(self._instance, self._fresh, self._first, self._note)
-            await gatherer.gather(planned, memories, options, report)
-            await self._fresh.bounded(self._fresh.same(Beat(), Done), "Beat", BUILD_SECONDS)
+            await gatherer.gather(planned, memories, options, report, self._start())
+            # A pass of theirs is captured without the others, who serve on or wait meanwhile.
+            capturing = self._fresh.same(Capture(), Captured)
+            await self._fresh.bounded(capturing, "Capture", BUILD_SECONDS)
             await self._commit()
         except BaseException:
             await asyncio.gather(*(worker.kill() for worker in self._fresh.workers))
@@ -79,17 +79,18 @@ class Recruiting:
         return report
 
     async def _start(self) -> None:
-        """Starts the ranks of groups that there are not yet."""
-        instance, world = self._instance, self._target.groups * self._formation.parts
-        self._fresh = await instance.ranks.fresh(world - self._first)
-        starts = [self._told(rank) for rank in range(self._first, world)]
-        seconds = instance.config.collective_timeout_seconds
+        """Tells fresh ranks what they are; returns once they have room for what they take."""
+        began = time.monotonic()
+        starts = [self._told(rank) for rank in range(self._first, self._world)]
+        seconds = self._instance.config.collective_timeout_seconds
         await self._fresh.bounded(self._fresh.allocate(starts), "Start", seconds)
+        self.report.ranks_started = len(starts)
+        self.report.seconds_started = time.monotonic() - began
 
     def _told(self, rank: int) -> Start:
         target = self._target
         config = msgspec.structs.replace(
-            self._instance.told(rank), world_size=target.groups * self._formation.parts,
+            self._instance.told(rank), world_size=self._world,
             expert_parallel_size=target.groups, expert_map=dict(target.layers), joins_later=True,
             redundant_experts=target.groups * target.slots - target.experts,
         )  # fmt: skip
@@ -104,13 +105,11 @@ class Recruiting:
         return found + self._salvage
 
     def _planned(self, memories: list[Memory]) -> RecoveryPlan:
+        known, parts = self._formation.known, self._formation.parts
         present = self._instance.manifests[: self._first]
-        planned = plan(
-            self._target,
-            [*present, *(arena.manifest for arena in self._fresh.arenas)],
-            [Holder(one.part, one.manifest) for one in memories],
-            self._formation.known, self._formation.parts,
-        )  # fmt: skip
+        fresh = [awaited(self._target, known, r, parts) for r in range(self._first, self._world)]
+        holders = [Holder(one.part, one.manifest) for one in memories]
+        planned = plan(self._target, [*present, *fresh], holders, known, parts)
         taken = [*((one.target, one.wanted) for one in planned.takes), *planned.wanted.items()]
         moved = sum(len(wanted) for target, wanted in taken if target < self._first)
         self.report.experts_moved = moved

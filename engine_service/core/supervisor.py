@@ -26,6 +26,7 @@ from engine_service.core.ranks import close_all
 from engine_service.core.recovery import Recovery
 from engine_service.errors import EngineError, NotReady, RankDied, RanksLost
 from relay_service.core.instance import State
+from relay_service.core.logs import fields
 
 RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 15.0
 """Between two tries to recover: at first, and at most; each may start processes."""
@@ -87,12 +88,16 @@ class Supervisor:
     async def _beats(self) -> None:
         """Asks ranks that nobody asks anything whether they live. Raises `RankDied`.
 
-        Also where one hangs in what needs no other rank, and all others have long answered.
+        Also where one hangs in what needs no other rank, and all others have long answered. Has
+        others stand ready in the place of those that were needed, too: now and then, since to
+        start them right after a recovery would hold up the answers that waited for it.
         """
         ranks, config = self._instance.ranks, self._instance.config
         beat = config.collective_timeout_seconds / 4
         while True:
             await asyncio.sleep(beat)
+            if not self.recovery.progress:
+                await ranks.spares.fill(config.spare_ranks)
             if not self._may_survive:
                 continue
             now, since = time.monotonic(), ranks.awaited_since
@@ -114,7 +119,7 @@ class Supervisor:
         instance, began = self._instance, time.monotonic()
         if not self._may_survive:
             raise error
-        _log.error("a rank is lost: %s", error)
+        _log.error("a rank is lost: %s", error, extra=fields(phase="lost"))
         await self._stop_recovering()
         instance.interrupt_update("a rank was lost")
         async with instance.engine.between_steps():  # a commit comes to its end
@@ -122,7 +127,10 @@ class Supervisor:
                 raise error
             self._formation.begin()
             await self._regroup(error)
-        _log.warning("decided in %.2f s: %s", time.monotonic() - began, instance.membership)
+        seconds = time.monotonic() - began
+        _log.warning(
+            "decided in %.2f s: %s", seconds, instance.membership, extra=fields(phase="regrouped")
+        )
         instance.attach_anew()
         self._recovering = asyncio.create_task(self._recover())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,18 +68,21 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         return super().create_arg(a)
 
 
-def prove(stage: Stage, graph: Graph, inputs: Sequence[Tensor]) -> None:
-    """Compares a graph with its stage on random weights. Raises `CaptureError`."""
+def prove(stage: Stage, graph: Graph, cases: Iterable[Sequence[Tensor]]) -> None:
+    """Compares a graph with its stage on inputs and random weights. Raises `CaptureError`."""
     weights = _random_weights(stage)
-    expected = stage.bound(weights).forward(*inputs)
-    found = graph(*weights, *inputs)
-    if isinstance(expected, Tensor):
-        expected, found = (expected,), (found,)
     rounded = (held.layout.tolerance for held in stage.held() if not isinstance(held, Tensor))
     limit = max((tolerance(stage.dtype), *rounded))
-    for one, other in zip(expected, found, strict=True):
-        if not relative_difference(one, other) <= limit:
-            raise CaptureError(f"the graph of the {_name(stage)} does not compute what eager does")
+    for inputs in cases:
+        expected = stage.bound(weights).forward(*inputs)
+        found = graph(*weights, *inputs)
+        if isinstance(expected, Tensor):
+            expected, found = (expected,), (found,)
+        for one, other in zip(expected, found, strict=True):
+            if not relative_difference(one, other) <= limit:
+                raise CaptureError(
+                    f"the graph of the {_name(stage)} does not compute what eager does"
+                )
 
 
 def kinds(layers: Sequence[Stage]) -> dict[type[Stage], Stage]:

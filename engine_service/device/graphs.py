@@ -21,6 +21,7 @@ from engine_service.device.capture import Graph, kinds, prove, trace
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.layers import Stage
 from engine_service.device.models.llama import Llama
+from engine_service.device.parallel import rehearsing
 from engine_service.errors import CaptureError
 
 
@@ -76,17 +77,22 @@ class GraphRunner:
     def capture(self) -> None:
         """Traces the stages, proves that replay equals eager, and binds the weights.
 
-        Raises `CaptureError` naming a tensor that a graph would hold by itself, and
-        for layers that differ from the first one of their kind.
+        Other ranks take no part: graphs hold names of groups, whoever is in these.
+
+        Raises `CaptureError` naming a tensor that a graph would hold by itself, and for layers
+        that differ from the first one of their kind.
         """
+        with rehearsing(self._model.groups):
+            self._capture()
+
+    def _capture(self) -> None:
         model, cache = self._model, self._cache
         layers = kinds(model.layers)
         stages = (model.embedding, *layers.values(), model.head)
-        cases = [list(zip(stages, inputs, strict=True)) for inputs in self._examples()]
-        graphs = [trace(model, stage, len(inputs)) for stage, inputs in cases[0]]
-        for case in cases:
-            for graph, (stage, inputs) in zip(graphs, case, strict=True):
-                prove(stage, graph, inputs)
+        first, *_ = cases = list(self._examples())
+        graphs = [trace(model, *one) for one in zip(stages, map(len, first), strict=True)]
+        for graph, stage, *inputs in zip(graphs, stages, *cases, strict=True):
+            prove(stage, graph, inputs)
         self._traced = graphs[1:-1]
         by_kind: dict[type, Graph] = dict(zip(layers, self._traced, strict=True))
         if twin := self._compiled_twin():
@@ -127,7 +133,7 @@ class GraphRunner:
         layer, place = precompiled.load(self.compiled_place), self.compiled_place
         if layer:
             first = self._model.layers[0]
-            prove(first, _of_stored(first, layer), self.layer_example()[1])
+            prove(first, _of_stored(first, layer), [self.layer_example()[1]])
         elif self._wanted == "require":
             raise CaptureError(
                 f"the layer has not been compiled for this machine: {place} isn't there",

@@ -12,6 +12,9 @@ back.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ _library.define("gather(Tensor part, str group, int ranks) -> Tensor")  # type: 
 
 _joined: dict[str, tuple[Any, int]] = {}
 """Process group and this process's rank in it, by the name that an operator carries."""
+_numbers = itertools.count()
 
 
 class Group:
@@ -41,8 +45,10 @@ class Group:
         self.name = name
 
     def follow(self, other: Group) -> None:
-        """Becomes another group; what is captured holds the former one until it is captured."""
-        self.rank, self.ranks, self.name = other.rank, other.ranks, other.name
+        """Becomes another group under its own name, so that what is captured follows as well."""
+        self.rank, self.ranks = other.rank, other.ranks
+        if other.name in _joined:
+            _joined[self.name] = _joined[other.name]
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sums `partial` over all ranks. Raises `CollectiveFailed`."""
@@ -97,14 +103,20 @@ class Groups(NamedTuple):
 
     @classmethod
     def lonely(cls) -> Groups:
-        """Returns groups of nobody else, which may become others."""
-        return cls(Group(), Group())
+        """Returns groups of nobody else, which may become others; their names stay."""
+        return cls(*(Group(name=f"own {next(_numbers)}") for _ in cls._fields))
+
+    @property
+    def met(self) -> bool:
+        """Whether all are there whom a collective needs."""
+        return all(group.ranks == 1 or group.name in _joined for group in self)
 
     def follow(self, others: Groups) -> None:
         """Leaves these groups, and becomes others in place."""
         leave(self)
         for own, other in zip(self, others, strict=True):
             own.follow(other)
+        leave(others)
 
 
 NOBODY = Groups()
@@ -122,6 +134,38 @@ def leave(groups: Groups) -> None:
     """
     for group in groups:
         _joined.pop(group.name, None)
+
+
+class _Alike:
+    """Stands in for other ranks, as if each held what this one does."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def allreduce(self, tensors: list[Tensor], op: Any) -> _Alike:
+        if op == _distributed.ReduceOp.SUM:
+            tensors[0].mul_(self._ranks)
+        return self
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> _Alike:
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return self
+
+    def wait(self) -> None:
+        """Nobody is waited for."""
+
+
+@contextmanager
+def rehearsing(groups: Groups) -> Iterator[None]:
+    """Has collectives come out as if the other ranks held what this one does; none takes part."""
+    present = {group.name: _joined.get(group.name) for group in groups}
+    _joined.update({g.name: (_Alike(g.ranks), g.rank) for g in groups})
+    try:
+        yield
+    finally:
+        leave(groups)
+        _joined.update({name: joined for name, joined in present.items() if joined})
 
 
 def _all_reduce(partial: Tensor, group: str, op: Any = _distributed.ReduceOp.SUM) -> Tensor:

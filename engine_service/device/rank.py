@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engine_service.core import messages
 from engine_service.core.member_messages import ReadUnits, Rejoin, UnitsRead
@@ -49,6 +50,7 @@ class Rank:
         settings, planned = start.config, planned or plan(start)
         self._settings, self._rendezvous_fd = settings, rendezvous_fd
         self._met_as, self._void = "", False
+        self._captured: tuple[bool, Tensor | None] | None = None
         self.config, self.dtype = planned.config, planned.dtype
         self.facts, self.layout = planned.facts, planned.layout
         self.device = device = open_device(settings, planned.memory)
@@ -56,8 +58,7 @@ class Rank:
         self._settler = Settler(self.arena)
         own = rank_config(planned.config, planned.shard)
         self.groups = groups = Groups.lonely()
-        if not settings.joins_later:
-            groups.follow(self.meet())
+        groups.follow(self._apart if settings.joins_later else self.meet())
         self.model = Llama(own, self.arena.tensors, groups, planned.layout, planned.shard.experts)
         self.experts = ExpertMover(planned, self.arena, self.model, groups.world)
         self.checker = WeightChecker(self.arena, self.model.weights)
@@ -85,6 +86,13 @@ class Rank:
         return join(settings, self._rendezvous_fd, self.device.meet)
 
     @property
+    def _apart(self) -> Groups:
+        """What its groups are while it has not met the others."""
+        settings, parts = self._settings, self._settings.tensor_parallel_size
+        rank = settings.rank
+        return Groups(Group(rank % parts, parts), Group(rank, settings.world_size))
+
+    @property
     def outlives_peers(self) -> bool:
         """Whether it goes on when another rank is lost."""
         return self._settings.outlives_peers and self.arena.whole
@@ -94,7 +102,7 @@ class Rank:
         leave(self.groups)
 
     def rejoin(self, command: Rejoin) -> None:
-        """Leaves the groups so far and meets other ranks; what is captured is void.
+        """Leaves the groups so far and meets other ranks; no step runs until `capture`.
 
         Raises `ConfigError` for a number that cannot be this rank's, `WrongState` where weights
         were left half-changed, `CollectiveFailed` when a rank stays away: none has met then.
@@ -110,7 +118,7 @@ class Rank:
         )
         self._met_as, self._void = command.name, True
         self.staging.outlive()
-        self.groups.follow(Groups(Group(rank % parts, parts), Group(rank, size)))
+        self.groups.follow(self._apart)
         self.groups.follow(self.meet())
         try:
             # Whoever has its sum knows that all are there.
@@ -135,11 +143,16 @@ class Rank:
     def capture(self) -> None:
         """Audits what a pass reads, then captures it. Weights may land meanwhile.
 
-        Raises `ArenaError` for a tensor outside the arena, `CaptureError`.
+        What was captured before serves on where a pass is the same as it was then. Raises
+        `ArenaError` for a tensor outside the arena, `CaptureError`.
         """
-        audit(self.model, self.arena, self.cache)
-        self.graphs.capture()
-        self._void = False
+        shares = self.groups.world.rank < self.groups.tensor.ranks  # as the layers ask
+        before, now = self._captured, (shares, self.model.lost)
+        if before is None or before[0] != now[0] or before[1] is not now[1]:
+            audit(self.model, self.arena, self.cache)
+            self.graphs.capture()
+            self._captured = now
+        self._void = self._void and not self.groups.met
 
     def load(
         self, folder: Path, progress: Progress, *, narrow: bool = True, bytes_per_second: int = 0

@@ -8,7 +8,7 @@ from test_expert_placing import shrunk
 
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.expert_placing import fits, regrouped
-from engine_service.core.recovery_plan import Holder, plan
+from engine_service.core.recovery_plan import Holder, awaited, plan
 from engine_service.errors import RecoveryFailed
 from relay_service.core.digests import block_digest
 from relay_service.core.dtypes import DType
@@ -190,3 +190,15 @@ def test_what_nobody_knows():
     unverified = [one.without_digests() for one in scene.known]
     with pytest.raises(RecoveryFailed, match=r"layer\.0\.dense, part 0"):
         plan(scene.new, scene.targets, scene.holders, unverified, 1)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_plan_need_not_wait_for_fresh_ranks(parts):
+    """What they will say that they hold is known before, so that the plan is the same."""
+    whole = ExpertMap(6, {0: ((0, 1, 2), (3, 4, 5)), 2: ((1, 3, 5), (0, 2, 4))})
+    scene = Scene(whole, {1}, 2, parts)
+    expected, told = scene.plan(), len(scene.living)
+    ranks = range(told, len(scene.targets))
+    scene.targets[told:] = [awaited(scene.new, scene.known, rank, parts) for rank in ranks]
+    assert scene.plan() == expected
+    assert expected.missing

@@ -78,7 +78,7 @@ def test_a_graph_may_be_off_by_what_rounding_the_input_can_do(tied, name, refuse
     rank.capture()
     layer, (_, inputs) = rank.graphs.layer, rank.graphs.layer_example()
     with pytest.raises(CaptureError) if refused else nullcontext():
-        prove(rank.model.layers[0], lambda *given: 1.01 * layer(*given), inputs)
+        prove(rank.model.layers[0], lambda *given: 1.01 * layer(*given), [inputs])
 
 
 @pytest.mark.parametrize(("name", "refused"), ROUNDED)

@@ -11,6 +11,7 @@ from tiny_llama import Sequence
 
 from engine_service.core.member_messages import Place, Rejoin
 from engine_service.core.update_messages import DropStaging, FinishStaging, OpenStaging, ProveStaged
+from engine_service.device.parallel import Group, Groups, all_largest, rehearsing
 from engine_service.device.rank import Rank
 from engine_service.errors import ArenaError, CollectiveFailed, ConfigError, WrongState
 
@@ -127,7 +128,7 @@ def test_a_meeting_that_somebody_misses(folder, expected):
         assert all(isinstance(one, CollectiveFailed) for one in answers), answers
         assert time.monotonic() - began < 20
         for rank in ranks.ranks:
-            assert isinstance(_error(lambda r=rank: r.capture()), CollectiveFailed)
+            rank.capture()  # needs nobody, and makes nobody come
             assert isinstance(_error(lambda r=rank: r.record_probe()), CollectiveFailed)
             assert isinstance(
                 _error(lambda r=rank: r.step((Sequence([1]).row(),))), WrongState
@@ -156,6 +157,34 @@ def test_nothing_is_computed_before_all_have_captured(folder):
         assert isinstance(_error(lambda: rank.step(row)), WrongState)
         rank.capture()
         rank.step(row)
+
+
+def test_what_was_captured_follows_those_who_meet(folder, expected):
+    """Nobody captures again, save who adds the shared experts by now."""
+    with Ranks(folder, 1, 3, redundant_experts=16) as ranks:
+        captured = []
+        for rank in ranks.ranks:
+            again, number = rank.graphs.capture, rank.shard.experts.rank
+            rank.graphs.capture = lambda a=again, n=number: (captured.append(n), a())
+        _outlive(ranks, [1], "first")
+        assert ranks.tokens(PROMPTS) == expected
+        assert captured == []
+        _outlive(ranks, [0], "second")
+        assert ranks.tokens(PROMPTS) == expected
+        assert captured == [2]
+
+
+def test_a_rehearsal_needs_nobody():
+    """Collectives come out as among ranks that are alike, and fail again afterwards."""
+    groups = Groups.lonely()
+    groups.follow(Groups(Group(1, 2), Group(3, 4)))
+    data = torch.tensor([[1.0, 2.0]])
+    with rehearsing(groups):
+        assert groups.world.all_reduce(data).tolist() == [[4.0, 8.0]]
+        assert groups.tensor.gather(data).tolist() == [[1.0, 2.0, 1.0, 2.0]]
+        assert all_largest(data, groups.world.name).tolist() == data.tolist()
+    with pytest.raises(CollectiveFailed):
+        groups.world.all_reduce(data)
 
 
 def test_connections_to_those_before_are_closed(folder):

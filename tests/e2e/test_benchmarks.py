@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 
-def _run(name: str, *arguments: str) -> dict[str, Any]:
+def _run(name: str, *arguments: str, seconds: float = 120) -> dict[str, Any]:
     """Runs a benchmark as a smoke test and returns what it wrote."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--quick", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = json.loads(Path(done.stdout.split("written: ")[1].strip()).read_text())
@@ -135,6 +135,18 @@ def test_update_pause_runs() -> None:
     assert written["figures"]["delta_1pct_bytes_over_changed"] == 1
     assert len({row["method"] for row in written["rows"]}) == 12
     assert all(row["bytes_changed"] > 0 for row in written["rows"])
+
+
+@pytest.mark.full
+def test_expert_recovery_runs() -> None:
+    """An instance comes back in every way, and gets no byte that it need not."""
+    written = _run("expert_recovery", seconds=300)
+    assert written["figures"]["bytes_over_minimum"] == 1
+    assert written["figures"]["full_reload_over_recovery"] > 0
+    rows = {row["method"]: row for row in written["rows"]}
+    assert len(rows) == len(written["rows"]) == 6
+    assert sum(row["recovers"] for row in rows.values()) == 4
+    assert all(0 < r["bytes_minimum"] <= r["bytes_pulled"] for r in rows.values())
 
 
 @pytest.mark.full

@@ -87,6 +87,7 @@ class Llama:
                 config.layers, count, TURNS, dtype=torch.int64, device=tensors["embed"].device
             )
         self.lost: Tensor | None = None
+        self.groups = groups
         self.embedding = Embedding(config, tensors, groups.tensor)
         self.layers = [
             self._layer(tensors, index, groups, layout, experts) for index in range(config.layers)
