@@ -68,7 +68,7 @@ class Recruiting:
             planned = self._planned(memories)
             gatherer = Gatherer(self._instance, self._fresh, self._first, self._note)
             await gatherer.gather(planned, memories, options, report)
-            await self._fresh.bounded(self._fresh.same(Beat(), Done), "Beat", BUILD_SECONDS)
+            await self._fresh.in_time(Beat(), Done, BUILD_SECONDS)
             await self._commit()
         except BaseException:
             await asyncio.gather(*(worker.kill() for worker in self._fresh.workers))
@@ -84,7 +84,7 @@ class Recruiting:
         self._fresh = await instance.ranks.fresh(world - self._first)
         starts = [self._told(rank) for rank in range(self._first, world)]
         seconds = instance.config.collective_timeout_seconds
-        await self._fresh.bounded(self._fresh.allocate(starts), "Start", seconds)
+        await self._fresh.allocate(starts, seconds=seconds)
 
     def _told(self, rank: int) -> Start:
         target = self._target

@@ -151,15 +151,16 @@ class Supervisor:
         # Groups behind the map's were about to become members, and did not.
         gone = [r for r in range(count) if r // parts in lost or r // parts >= experts.groups]
         held = dict(enumerate(instance.manifests)) if self._formation.sound else {}
-        for rank, one in zip(gone, ranks.part(gone), strict=True):
+        parted = ranks.part(gone)
+        instance.experts = experts.without(lost)
+        instance.manifests = [one for r, one in enumerate(instance.manifests) if r not in gone]
+        for rank, one in zip(gone, parted, strict=True):
             _log.warning("rank %d (process %d) is no member any more", rank, one.worker.pid)
-            await one.worker.kill()
             if rank in silent or rank not in held:
                 close_all(one.descriptors)
             else:
                 self.recovery.salvage.append(Memory(rank % parts, held[rank], one.descriptors))
-        instance.experts = experts.without(lost)
-        instance.manifests = [one for r, one in enumerate(instance.manifests) if r not in gone]
+        await asyncio.gather(*(one.worker.kill() for one in parted))
         return len(lost)
 
     async def _recover(self) -> None:
