@@ -270,14 +270,14 @@ class FakeRank:
         here.append(self)
         self.call(command.rank)
         self.group = here
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            try:
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 while len(here) < command.world_size:
                     if any(one.has_ended for one in here):
                         break
                     await asyncio.sleep(0.001)
-            except TimeoutError:
-                pass
+        except TimeoutError:
+            raise CollectiveFailed("a peer did not come in time") from None
         await self._together()
         return Done()
 
