@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import os
 import random
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 from engines import EOS
@@ -60,6 +61,7 @@ from relay_service.core.manifest import Manifest, weights_digest
 from relay_service.memory.host import HostArena, create_memfd
 
 LAYERS, VOCAB = (0, 2), 300
+BLOCK_TOKENS = 4
 TIMEOUT_SECONDS = 0.2
 
 
@@ -119,6 +121,10 @@ class FakeRank:
         self.commands: list[type] = []
         self.group: list[FakeRank] = []
         self.sealed = False
+        self.before: dict[type, Callable[[], Awaitable[None]]] = {}
+        """What it does once before it does what a command of a kind says."""
+        self._kv: dict[tuple[int, int], bytes] = {}
+        """By block and place in it: the experts that computed it."""
         self._answers: asyncio.Queue = asyncio.Queue()
         self._ended = asyncio.Event()
         self._staged: dict[str, tuple[str, bytes]] = {}
@@ -210,6 +216,8 @@ class FakeRank:
     arena: HostArena | None = None
 
     async def _do(self, command, descriptors):  # noqa: C901, PLR0911 - one line for each
+        if before := self.before.pop(type(command), None):
+            await before()
         match command:
             case Start():
                 return self.begin(command.config.expert_map, command.config.rank)
@@ -264,14 +272,14 @@ class FakeRank:
         here.append(self)
         self.call(command.rank)
         self.group = here
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            try:
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 while len(here) < command.world_size:
                     if any(one.has_ended for one in here):
                         break
                     await asyncio.sleep(0.001)
-            except TimeoutError:
-                pass
+        except TimeoutError:
+            raise CollectiveFailed("a peer did not come in time") from None
         await self._together()
         return Done()
 
@@ -327,7 +335,18 @@ class FakeRank:
     async def _step(self, command: Step) -> Sampled:
         await asyncio.sleep(0)
         await self._together()
+        experts = self.tokens_of(())
+        for row in command.rows:
+            self._attend(row, experts)
         return Sampled(tuple(map(self._token, command.rows)))
+
+    def _attend(self, row: Row, experts: bytes) -> None:
+        """Looks at all KV before the row, and adds its own."""
+        end = row.position + len(row.tokens)
+        places = [(row.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(end)]
+        for place in places[: row.position]:
+            assert self._kv.get(place) == experts, "KV that this rank has not, or of other experts"
+        self._kv |= dict.fromkeys(places[row.position :], experts)
 
     def _token(self, row: Row) -> int:
         """Of all tokens so far only the last one counts, and how many there are."""
@@ -356,7 +375,7 @@ class Kill:
     """What `kill` returns: a process kills at once, a worker is waited for."""
 
     def __await__(self):
-        return iter(())
+        return asyncio.sleep(0).__await__()
 
 
 class FakeSpares:
@@ -366,6 +385,7 @@ class FakeSpares:
         self._world = world
 
     async def take(self, rank: int) -> FakeRank:
+        await asyncio.sleep(0)
         return self._world.spare(rank)
 
     async def fill(self, _count: int) -> None:
@@ -395,8 +415,8 @@ class Elastic:
             group.arenas.append(one.begin(placed.layers, rank, "v1"))
             group.descriptors.append([os.dup(one.fd)])
             one.group = ranks
-        limits = Limits(200, 8, 64, 4)
-        scheduler = Scheduler(limits, BlockPool(400, 4))
+        limits = Limits(200, 8, 64, BLOCK_TOKENS)
+        scheduler = Scheduler(limits, BlockPool(400, BLOCK_TOKENS))
         self.instance = Instance(
             config, Identity("one", "life", "tiny"), group, Engine(scheduler, group), lambda _: None
         )

@@ -137,12 +137,14 @@ class Checker:
 
     async def _pieces(self) -> tuple[tuple[FoundWeights, ...], float]:
         """Has all ranks digest everything; returns nothing of weights that changed meanwhile."""
+        ranks, patience = self._instance.ranks, self._instance.config.patience_seconds
         found: dict[int, FoundWeights] = {}
         seconds = 0.0
         for number in itertools.count():
             # Whatever waits for the ranks' stream, a step above all, comes before the next piece.
             try:
-                replies = await self._instance.ranks.same(DigestWeights(begin=not number), Digested)
+                command = DigestWeights(begin=not number)
+                replies = await ranks.in_time(command, Digested, patience)
             except RanksLost:  # others hold the weights by now
                 return (), seconds
             seconds += max(reply.seconds for reply in replies)

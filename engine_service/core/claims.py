@@ -38,6 +38,8 @@ class Claim:
     """The gate is still open: health comes first."""
     drains: bool = False
     """It waits for requests to finish."""
+    commits: bool = False
+    """It is an update's."""
     overruled: EngineError | None = None
     """Why it cannot have what it waits for."""
 

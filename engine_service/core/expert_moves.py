@@ -136,7 +136,7 @@ class ExpertMoves:
         except RankDied:
             raise
         except EngineError:
-            await ranks.same(DropExperts(), Done)
+            await ranks.in_time(DropExperts(), Done, instance.config.patience_seconds)
             raise
         report.seconds_staged += time.monotonic() - began
         async with instance.engine.between_steps():
@@ -152,8 +152,9 @@ class ExpertMoves:
 
     async def _moved(self) -> list[ExpertsMoved]:
         """Has all ranks put a layer into place; without one nobody knows what lies where."""
+        ranks, seconds = self._instance.ranks, self._instance.config.patience_seconds
         try:
-            return await self._instance.ranks.same(MoveExperts(), ExpertsMoved)
+            return await ranks.in_time(MoveExperts(), ExpertsMoved, seconds)
         except RankDied as error:
             await self._instance.fail(f"a move of experts ended half-way: {error.message}")
             raise

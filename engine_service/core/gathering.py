@@ -19,7 +19,7 @@ from engine_service.core.membership import (
     OnExpertProgress,
     RecoverOptions,
 )
-from engine_service.core.messages import Command, Reply
+from engine_service.core.messages import Reply
 from engine_service.core.parcel_relay import RelayParcels
 from engine_service.core.parcel_sources import DiskParcels, ParcelSource, fetch
 from engine_service.core.rank_commands import Passed
@@ -145,11 +145,9 @@ class Gatherer:
     async def _bounded(
         self, group: RankGroup, passed: dict[int, Passed], kind: type[R], nbytes: int
     ) -> R:
-        command: Command = next(iter(passed.values())).command
         patience = self._instance.config.collective_timeout_seconds
         seconds = patience + nbytes / SLOWEST_BYTES_PER_SECOND
-        asked = group.some(passed, kind)
-        return (await group.bounded(asked, type(command).__name__, seconds))[0]
+        return (await group.some(passed, kind, seconds=seconds))[0]
 
 
 def _nbytes(manifest: Manifest, wanted: Sequence[Wanted]) -> int:

@@ -78,7 +78,7 @@ class Instance:
         self.lifecycle = Lifecycle()
         self.ranks = ranks
         self.engine = engine
-        self.pauser = Pauser(engine, self.lifecycle, ranks.trim_memory)
+        self.pauser = Pauser(engine, self.lifecycle, self._trim_memory)
         self.turn = Turn()
         """Of whoever changes the weights that serve."""
         self.history = VersionHistory()
@@ -290,6 +290,9 @@ class Instance:
         self.phases.add("capture", built, time.monotonic())
         kind = "compiled ahead of time" if all(r.compiled for r in replies) else "captured"
         _log.info("the decode layer is %s", kind)
+
+    async def _trim_memory(self) -> tuple[int, int]:
+        return await self.ranks.trim_memory(self.config.patience_seconds)
 
     def _origin(self) -> str:
         """Says where the first weights came from."""

@@ -113,7 +113,7 @@ class Pauser:
         async with self.lock.writing(purpose, request.deadline_seconds):
             claims.check()
             with claims.of(request) as claim:
-                self._applying = True
+                self._applying = claim.commits = True
                 try:
                     claims.close_gate(claim)
                     async with self._quiet(claim, request, claims.paused) as report:
@@ -124,6 +124,11 @@ class Pauser:
                     self._applying = False
                     if self._lifecycle.state is State.FAILED:
                         self.fail(NotReady(f"the instance has failed: {self._lifecycle.reason}"))
+
+    def interrupt(self, reason: str) -> None:
+        """Ends the waiting of a commit for requests; nothing is applied then."""
+        late = NotReady(f"weights are not applied: {reason}")
+        self._claims.overrule(late, lambda claim: claim.commits)
 
     def hold(self, reason: str) -> None:
         """Lets nothing run while experts are lost, whatever callers say; no reason ends it."""

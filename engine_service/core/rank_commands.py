@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +16,6 @@ from engine_service.core.replies import cause, failures_of, let_go, quiet
 from engine_service.core.staging_streams import StagingStreams
 
 R = TypeVar("R", bound=Reply)
-T = TypeVar("T")
 
 
 class Passed(NamedTuple):
@@ -52,8 +51,9 @@ class RankCommands:
         """When the first of several ranks had answered a command that others still owe."""
 
     async def all(
-        self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = ()
-    ) -> list[R]:
+        self, commands: Sequence[Command], kind: type[R], descriptors: Sequence[int] = (), *,
+        seconds: float | None = None,
+    ) -> list[R]:  # fmt: skip
         """Gives each rank its command and returns their answers, by rank.
 
         Raises what went wrong first, once every rank has answered, or at once when a rank
@@ -61,20 +61,23 @@ class RankCommands:
         where other ranks are in it by then (`RanksLost`).
         A caller that is cancelled does not disturb the order: its answers are still awaited.
         Of `descriptors`, if there are any, each rank gets one; they stay the caller's.
+        Who takes longer than `seconds`, once it was its turn, is ended: see `all_in_time`.
         """
         passed = {
             rank: Passed(command, os.dup(descriptors[rank]) if descriptors else -1)
             for rank, command in enumerate(commands)
         }
-        return await self._shielded(passed, kind)
+        return await self._shielded(passed, kind, seconds)
 
-    async def some(self, commands: Mapping[int, Passed], kind: type[R]) -> list[R]:
+    async def some(
+        self, commands: Mapping[int, Passed], kind: type[R], *, seconds: float | None = None
+    ) -> list[R]:
         """Gives some ranks a command that needs no other rank; like `all`."""
         passed = {
             rank: Passed(command, os.dup(descriptor) if descriptor >= 0 else -1)
             for rank, (command, descriptor) in sorted(commands.items())
         }
-        return await self._shielded(passed, kind)
+        return await self._shielded(passed, kind, seconds)
 
     async def same(self, command: Command, kind: type[R]) -> list[R]:
         """Gives every rank the same command."""
@@ -92,17 +95,7 @@ class RankCommands:
         For what cannot be left half done. Raises `RankDied` then. Ranks that do not outlive
         each other end all.
         """
-        name = type(commands[0]).__name__
-        return await self.bounded(self.all(commands, kind), name, seconds)
-
-    async def bounded(self, asked: Awaitable[T], name: str, seconds: float) -> T:
-        """Waits for what was asked under a name; see `all_in_time`."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await asked
-        except TimeoutError:
-            late = [one for one in self.workers if not self.outlives or one.owed]
-            raise self.give_up(f"{name} took a rank longer than {seconds:g} s", late) from None
+        return await self.all(commands, kind, seconds=seconds)
 
     def give_up(self, reason: str, late: Iterable[RankWorker] | None = None) -> errors.RankDied:
         """Ends ranks, all unless it is said which ones; returns what to tell."""
@@ -116,26 +109,30 @@ class RankCommands:
         if ended := self.broken or self.staging.broken:
             raise ended
 
-    async def _shielded(self, passed: Mapping[int, Passed], kind: type[R]) -> list[R]:
-        running = asyncio.ensure_future(self._ask(passed, kind, self.workers))
+    async def _shielded(
+        self, passed: Mapping[int, Passed], kind: type[R], seconds: float | None
+    ) -> list[R]:
+        running = asyncio.ensure_future(self._ask(passed, kind, self.workers, seconds))
         return await asyncio.shield(quiet(running))
 
     async def _ask(
-        self, passed: Mapping[int, Passed], kind: type[R], workers: list[RankWorker]
-    ) -> list[R]:
+        self, passed: Mapping[int, Passed], kind: type[R], workers: list[RankWorker],
+        seconds: float | None,
+    ) -> list[R]:  # fmt: skip
         async with self.ordered:
+            replies: list[asyncio.Future[R]] = []
             try:
-                self.check()
-                if workers is not self.workers:
-                    raise errors.RanksLost("other ranks compute together by now")
-                await self._send(passed)
+                async with asyncio.timeout(seconds):
+                    await self._send(passed, workers)
+                    replies += [asyncio.ensure_future(workers[r].reply(kind)) for r in passed]
+                    with self._first_of(replies):
+                        failures = await failures_of(replies)
+            except TimeoutError:
+                name = type(next(iter(passed.values())).command).__name__
+                late = [one for one in workers if not self.outlives or one.owed]
+                raise self.give_up(f"{name} took a rank longer than {seconds:g} s", late) from None
             finally:
-                _close(passed.values())
-            asked = [self.workers[rank] for rank in passed]
-            replies = [asyncio.ensure_future(worker.reply(kind)) for worker in asked]
-            with self._first_of(replies):
-                failures = await failures_of(replies)
-            await let_go(replies)
+                await let_go(replies)
             died = next((f for f in failures if isinstance(f, errors.RankDied)), None)
             self.broken = self.broken or died  # who gave it up has said why already
             self.quiet_since = time.monotonic()
@@ -159,14 +156,20 @@ class RankCommands:
                 reply.remove_done_callback(note)
             self.awaited_since = None
 
-    async def _send(self, passed: Mapping[int, Passed]) -> None:
+    async def _send(self, passed: Mapping[int, Passed], workers: list[RankWorker]) -> None:
         try:
+            self.check()
+            if workers is not self.workers:
+                raise errors.RanksLost("other ranks compute together by now")
             for rank, (command, descriptor) in passed.items():
                 along = () if descriptor < 0 else (descriptor,)
-                await self.workers[rank].send(command, *along)
-        except errors.RankDied as error:
-            self.broken = error
-            raise
+                try:
+                    await workers[rank].send(command, *along)
+                except errors.RankDied as error:
+                    self.broken = error
+                    raise
+        finally:
+            _close(passed.values())
 
 
 def _close(passed: Iterable[Passed]) -> None:

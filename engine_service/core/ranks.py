@@ -98,9 +98,9 @@ class RankGroup(RankCommands):
         """Bytes done, and in all, of what each rank stages."""
         return [worker.staging.progress for worker in self.workers]
 
-    async def allocate(self, commands: Sequence[Command]) -> None:
+    async def allocate(self, commands: Sequence[Command], *, seconds: float | None = None) -> None:
         """Has the arenas allocated and takes their descriptors."""
-        self.arenas = await self.all(commands, Allocated)
+        self.arenas = await self.all(commands, Allocated, seconds=seconds)
         for worker, arena in zip(self.workers, self.arenas, strict=True):
             self.descriptors.append(worker.channel.take_descriptors(arena.descriptors))
 
@@ -122,9 +122,9 @@ class RankGroup(RankCommands):
             self.descriptors[rank] = fresh
         return [reply.manifest for reply in moved]
 
-    async def trim_memory(self) -> tuple[int, int]:
+    async def trim_memory(self, seconds: float) -> tuple[int, int]:
         """Has devices take unused memory back; returns the bytes reserved before and after."""
-        replies = await self.same(TrimMemory(), Trimmed)
+        replies = await self.in_time(TrimMemory(), Trimmed, seconds)
         return sum(r.bytes_before for r in replies), sum(r.bytes_after for r in replies)
 
     async def step(self, rows: tuple[Row, ...]) -> Sampled:
@@ -230,18 +230,25 @@ class RankGroup(RankCommands):
 
     async def fresh(self, ranks: int) -> RankGroup:
         """Returns a group of its own, of so many new processes that could join this one."""
-        first = len(self.workers)
-        workers = [await self.spares.take(first + number) for number in range(ranks)]
-        return RankGroup(workers, outlives=True)
+        first, fresh = len(self.workers), RankGroup([], outlives=True)
+        try:
+            for number in range(ranks):
+                fresh.workers.append(await self.spares.take(first + number))
+        except BaseException:
+            await fresh.stop()
+            raise
+        return RankGroup(fresh.workers, outlives=True)
 
     async def stop(self) -> None:
         """Ends every worker and lets go of the arenas."""
-        await asyncio.gather(*(worker.stop() for worker in self.workers), self.spares.stop())
-        while self.descriptors:
-            close_all(self.descriptors.pop())
-        if self._rendezvous_fd >= 0:
-            os.close(self._rendezvous_fd)
-            self._rendezvous_fd = -1
+        try:
+            await asyncio.gather(*(worker.stop() for worker in self.workers), self.spares.stop())
+        finally:
+            while self.descriptors:
+                close_all(self.descriptors.pop())
+            if self._rendezvous_fd >= 0:
+                os.close(self._rendezvous_fd)
+                self._rendezvous_fd = -1
 
     def _are(self, workers: list[RankWorker]) -> None:
         self.workers = workers

@@ -97,7 +97,7 @@ class Recovery:
     ) -> ExpertReport:
         """Has the turn; a caller who leaves doesn't end what has begun."""
         turn = self._instance.turn
-        if turn.holder:
+        if turn.holder or (self._work and not self._work.done()):
             raise turn.busy()
 
         def note(progress: ExpertProgress) -> None:
@@ -120,7 +120,7 @@ class Recovery:
     async def _counted(
         self, what: Change, groups: int, options: RecoverOptions, note: OnExpertProgress
     ) -> ExpertReport:
-        report, instance = None, self._instance
+        report, instance, self._present = None, self._instance, None
         async with instance.turn.taken(_WORDS[what]):
             try:
                 note(ExpertProgress(phase="planning"))
@@ -129,7 +129,7 @@ class Recovery:
                 report = await self._present.run(options)
                 note(ExpertProgress(phase="done"))
             finally:
-                self._present = self.progress = None
+                self.progress = None
                 instance.recoveries.ended(what, report)
         self.close()
         instance.attach_anew()

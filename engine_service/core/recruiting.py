@@ -26,7 +26,7 @@ from engine_service.core.membership import (
 from engine_service.core.messages import Capture, Captured, CheckProbe, Done, Start
 from engine_service.core.ranks import RankGroup
 from engine_service.core.recovery_plan import Holder, RecoveryPlan, awaited, plan
-from engine_service.errors import EngineError, RankDied
+from engine_service.errors import EngineError, NotReady, RankDied
 
 BUILD_SECONDS = 60.0
 """Longest time for fresh ranks to import what they are made of, build their models, capture."""
@@ -44,7 +44,7 @@ class Recruiting:
         """
         self.report = ExpertReport()
         self.committing = False
-        """Whether it must come to its end."""
+        """Whether it must come to its end, which is near, a good one or not."""
         self._formation = formation
         self._instance: Instance = formation.instance
         self._salvage = salvage
@@ -67,8 +67,7 @@ class Recruiting:
             gatherer = Gatherer(self._instance, self._fresh, self._first, self._note)
             await gatherer.gather(planned, memories, options, report, self._start())
             # A pass of theirs is captured without the others, who serve on or wait meanwhile.
-            capturing = self._fresh.same(Capture(), Captured)
-            await self._fresh.bounded(capturing, "Capture", BUILD_SECONDS)
+            await self._fresh.in_time(Capture(), Captured, BUILD_SECONDS)
             await self._commit()
         except BaseException:
             await asyncio.gather(*(worker.kill() for worker in self._fresh.workers))
@@ -83,7 +82,7 @@ class Recruiting:
         began = time.monotonic()
         starts = [self._told(rank) for rank in range(self._first, self._world)]
         seconds = self._instance.config.collective_timeout_seconds
-        await self._fresh.bounded(self._fresh.allocate(starts), "Start", seconds)
+        await self._fresh.allocate(starts, seconds=seconds)
         self.report.ranks_started = len(starts)
         self.report.seconds_started = time.monotonic() - began
 
@@ -134,19 +133,25 @@ class Recruiting:
                 for worker in ranks.workers[self._first :]:
                     worker.process.kill()
             raise
-        finally:
-            self.committing = False
 
     async def _take_over(self) -> None:
         """Puts fresh ranks in the place of those that leave, and has all meet."""
         instance, ranks, first = self._instance, self._instance.ranks, self._first
-        held, instance.manifests = instance.manifests[first:], instance.manifests[:first]
-        instance.load_reports = [] if self._fresh.workers else instance.load_reports[:first]
+        held, fresh = instance.manifests[first:], [one.manifest for one in self._fresh.arenas]
+        if fresh:  # with no KV of before, whatever becomes of this
+            instance.engine.scheduler.retract(list(instance.engine.scheduler.running))
+            instance.engine.scheduler.pool.forget()
+        instance.manifests = instance.manifests[:first] + fresh
+        instance.load_reports = [] if fresh else instance.load_reports[:first]
         instance.experts = self._staying
         leaving = ranks.part(range(first, len(ranks.workers)))
         ranks.adopt(self._fresh)
         try:
             await self._formation.form(self._target)
+        except RankDied:
+            raise
+        except EngineError as error:  # of whom, nobody says: all that live meet anew
+            raise ranks.give_up(error.message, ranks.workers[first:]) from error
         finally:
             parts = self._formation.parts
             for rank, (one, manifest) in enumerate(zip(leaving, held, strict=True), first):
@@ -163,15 +168,14 @@ class Recruiting:
         except RankDied:
             raise
         except EngineError as error:
-            await instance.fail(f"recovered experts compute something else: {error.message}")
+            reason = f"recovered experts compute something else: {error.message}"
+            await instance.fail(reason)
+            instance.pauser.fail(NotReady(reason))  # no step shall run with them
             raise
 
     def _serve(self) -> None:
-        """Goes on with whole weights; fresh ranks have no KV of before."""
-        instance, scheduler = self._instance, self._instance.engine.scheduler
-        if self.report.ranks_started:
-            scheduler.retract(list(scheduler.running))
-            scheduler.pool.forget()
+        """Goes on with whole weights."""
+        instance = self._instance
         instance.engine.set_degraded(False)
         instance.pauser.hold("")
         self._formation.say()

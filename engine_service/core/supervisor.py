@@ -20,7 +20,7 @@ from engine_service.core.formation import Formation
 from engine_service.core.gathering import Memory
 from engine_service.core.instance import Instance
 from engine_service.core.member_messages import Beat
-from engine_service.core.membership import RecoverOptions
+from engine_service.core.membership import MembershipState, RecoverOptions
 from engine_service.core.messages import Done
 from engine_service.core.ranks import close_all
 from engine_service.core.recovery import Recovery
@@ -122,6 +122,7 @@ class Supervisor:
         _log.error("a rank is lost: %s", error, extra=fields(phase="lost"))
         await self._stop_recovering()
         instance.interrupt_update("a rank was lost")
+        instance.pauser.interrupt("a rank was lost")
         async with instance.engine.between_steps():  # a commit comes to its end
             if not self._may_survive:
                 raise error
@@ -155,6 +156,8 @@ class Supervisor:
                 continue
             break
         lost = sum(map(len, experts.lost.values()))
+        if not lost:  # others hold what was salvaged
+            self.recovery.close()
         instance.engine.set_degraded(routes)
         instance.pauser.hold(f"{lost} experts are lost: {reason}" if lost and not routes else "")
         self._formation.say(reason, routes=routes)
@@ -167,16 +170,20 @@ class Supervisor:
         lost = {rank // parts for rank in silent if rank // parts < experts.groups}
         # Groups behind the map's were about to become members, and did not.
         gone = [r for r in range(count) if r // parts in lost or r // parts >= experts.groups]
-        held = dict(enumerate(instance.manifests)) if self._formation.sound else {}
-        for rank, one in zip(gone, ranks.part(gone), strict=True):
+        sound = self._formation.sound
+        held = {r: one for r, one in enumerate(instance.manifests) if sound and one.verified}
+        parted = ranks.part(gone)
+        instance.experts = experts.without(lost)
+        instance.manifests = [one for r, one in enumerate(instance.manifests) if r not in gone]
+        left = [one for r, one in enumerate(instance.load_reports) if r not in gone]
+        instance.load_reports = left
+        for rank, one in zip(gone, parted, strict=True):
             _log.warning("rank %d (process %d) is no member any more", rank, one.worker.pid)
-            await one.worker.kill()
             if rank in silent or rank not in held:
                 close_all(one.descriptors)
             else:
                 self.recovery.salvage.append(Memory(rank % parts, held[rank], one.descriptors))
-        instance.experts = experts.without(lost)
-        instance.manifests = [one for r, one in enumerate(instance.manifests) if r not in gone]
+        await asyncio.gather(*(one.worker.kill() for one in parted))
         return len(lost)
 
     async def _recover(self) -> None:
@@ -197,18 +204,23 @@ class Supervisor:
                     self._formation.note(reason)
                     _log.warning("not recovered: %s", reason)
                 except TimeoutError:
-                    await self.recovery.interrupt()
                     break
                 except Exception as error:  # noqa: BLE001 - there may be another try
                     reason = f"{type(error).__name__}: {error}"
                     _log.exception("not recovered")
             await asyncio.sleep(min(pause, left))
             pause = min(2 * pause, MOST_RETRY_SECONDS)
-        lost = instance.membership.lost if instance.membership else {}
-        if lost and instance.config.lost_experts == "hold":
+        if self._holds:
+            await self.recovery.interrupt()  # what is being committed comes to its end
+        if self._holds:
             late = NotReady(f"lost experts did not come back in time: {reason}")
             await instance.fail(str(late))
             instance.pauser.fail(late)
+
+    @property
+    def _holds(self) -> bool:
+        now = self._instance.membership
+        return now is not None and now.state is MembershipState.HELD
 
     async def _stop_recovering(self) -> None:
         task, self._recovering = self._recovering, None

@@ -101,8 +101,9 @@ def _digests(
             continue
         group = places[expert][0][0]
         name = f"layer.{layer}.expert.{expert}"
-        held = [units[group * parts + part][name] for part in range(parts)]
-        if any(not unit.digests for unit in held):
+        held = [units[group * parts + part].get(name) for part in range(parts)]
+        verified = [unit.digest for unit in held if unit and unit.digests]
+        if len(verified) < parts:
             return []
-        found.append(root_digest("expert", [unit.digest for unit in held]))
+        found.append(root_digest("expert", verified))
     return found

@@ -135,11 +135,21 @@ async def test_a_command_for_other_members_is_not_sent(group):
     assert await group.same(Beat(), Done) == [Done(), Done()]
 
 
-async def test_nobody_is_ended_who_owes_nothing(group):
-    """What took too long was another's turn."""
+async def test_nobody_is_ended_who_only_waits(group):
+    """Time counts from its turn on: what is in work before is another's."""
     await group.ordered.acquire()
-    with pytest.raises(RankDied, match="longer than"):
-        await group.in_time(Beat(), Done, 0.01)
+    asked = asyncio.ensure_future(group.in_time(Beat(), Done, 0.2))
+    done, _ = await asyncio.wait([asked], timeout=0.4)
+    assert not done
     group.ordered.release()
-    assert not any(worker.has_ended for worker in group.workers)
-    assert await group.settle(PATIENCE_SECONDS) == []
+    assert await asked == [Done(), Done(), Done()]
+
+
+async def test_who_hangs_is_ended_though_nobody_waits(group):
+    """Its caller has left, and its time is over all the same."""
+    group.workers[1].process.hangs = True
+    asked = asyncio.ensure_future(group.in_time(Beat(), Done, 0.1))
+    await _until(lambda: group.workers[1].owed)
+    asked.cancel()
+    await _until(lambda: group.workers[1].has_ended)
+    assert [worker.has_ended for worker in group.workers] == [False, True, False]
