@@ -11,8 +11,6 @@ meanwhile: the arena is allocated, and weights may land, before the model is bui
 from __future__ import annotations
 
 import ctypes
-import gc
-import importlib
 import logging
 import os
 import signal
@@ -28,6 +26,7 @@ from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
 from engine_service.core.member_messages import Beat, Place, ReadUnits, Rejoin, TakeUnits
 from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
+from engine_service.device.importing import import_rank
 from engine_service.device.plan import Plan, plan
 from engine_service.device.replies import Replies
 from engine_service.device.restoring import restore
@@ -167,20 +166,9 @@ class Worker:
         return self._rank
 
     def _import(self) -> None:
-        """Imports what a rank is made of, without looking for garbage among it.
-
-        What the first commands do meanwhile, block by block, asks for the interpreter after each:
-        they get it ten times as soon as is usual.
-        """
-        gc.disable()
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(usual / 10)
         try:
-            importlib.import_module("engine_service.device.rank")
+            import_rank()
         finally:
-            gc.freeze()  # modules stay: no later collection need look at them either
-            gc.enable()
-            sys.setswitchinterval(usual)
             self._imported_at = time.monotonic()
 
     def _run(self, command: messages.Command) -> messages.Reply:
