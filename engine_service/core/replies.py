@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine_service import errors
 from engine_service.core.messages import Reply
@@ -19,7 +19,7 @@ def quiet(work: asyncio.Future[T]) -> asyncio.Future[T]:
     return work
 
 
-async def let_go(replies: Sequence[asyncio.Future[R]]) -> None:
+async def let_go(replies: Sequence[asyncio.Future[Any]]) -> None:
     """Waits for replies no more; afterwards nobody reads the streams that they come on."""
     for reply in replies:
         quiet(reply).cancel()

@@ -16,7 +16,6 @@ from engine_service.errors import (
     NotReady,
     ProbeMismatch,
     RankDied,
-    UpdateBusy,
 )
 from relay_service.core.instance import State
 
@@ -154,9 +153,9 @@ async def test_a_commit_that_waits_for_requests_which_are_held(elastic):
     await eventually(lambda: one.instance.engine.scheduler.running)
 
     async def update() -> None:
-        async with one.instance.turn.taken("an update"):
-            async with one.instance.pauser.applying(PauseRequest(PauseMode.WAIT)):
-                raise AssertionError("nothing runs that could end")
+        instance, waits = one.instance, PauseRequest(PauseMode.WAIT)
+        async with instance.turn.taken("an update"), instance.pauser.applying(waits):
+            raise AssertionError("nothing runs that could end")
 
     updating = asyncio.ensure_future(update())
     await eventually(lambda: one.instance.turn.holder)

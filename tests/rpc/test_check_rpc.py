@@ -40,7 +40,7 @@ class FakeMemory(FakeRanks):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def same(self, command, kind):
+    async def in_time(self, command, _kind, _seconds):
         """Digests half of it."""
         assert isinstance(command, DigestWeights)
         self.asked.append(command.begin)
