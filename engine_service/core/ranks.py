@@ -139,8 +139,8 @@ class RankGroup(RankCommands):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended although nobody asked it to."""
-        return self._lost
+        """Whether a rank has ended although nobody asked it to, or none is left."""
+        return self._lost or not self.workers
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
