@@ -180,9 +180,7 @@ class Checker:
             yield from comparing.misplaced(now, address)
 
 
-def _paired(
-    snapshot: Sequence[FoundWeights], now: Sequence[T]
-) -> Iterator[tuple[FoundWeights, T]]:
+def _paired(snapshot: Sequence[FoundWeights], now: Sequence[T]) -> Iterator[tuple[FoundWeights, T]]:
     """Returns ranks as they were and as they are. Raises `WrongState` where they are others."""
     if len(snapshot) != len(now):
         raise WrongState(

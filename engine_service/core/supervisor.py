@@ -174,7 +174,7 @@ class Supervisor:
         instance, config = self._instance, self._instance.config
         deadline, reason = time.monotonic() + config.recovery_deadline_seconds, "nobody was asked"
         pause = RETRY_SECONDS
-        while instance.membership and instance.membership.groups_lost:
+        while self._may_survive and instance.membership and instance.membership.groups_lost:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -187,6 +187,7 @@ class Supervisor:
                     self._formation.note(reason)
                     _log.warning("not recovered: %s", reason)
                 except TimeoutError:
+                    await self.recovery.interrupt()
                     break
                 except Exception as error:  # noqa: BLE001 - there may be another try
                     reason = f"{type(error).__name__}: {error}"
@@ -203,7 +204,7 @@ class Supervisor:
     @property
     def _holds(self) -> bool:
         now = self._instance.membership
-        return now is not None and now.state is MembershipState.HELD
+        return self._may_survive and now is not None and now.state is MembershipState.HELD
 
     async def _stop_recovering(self) -> None:
         task, self._recovering = self._recovering, None
