@@ -186,6 +186,19 @@ async def test_paused_while_ranks_are_lost_and_come(elastic, mode):
     assert await stream == expected
 
 
+async def test_frozen_requests_have_no_kv_on_fresh_ranks(elastic):
+    """A pause keeps it; ranks that come have none: it is computed anew."""
+    one = elastic(**EVERYWHERE)
+    expected = await one.tokens(count=60)
+    stream = asyncio.ensure_future(one.tokens(count=60))
+    await eventually(lambda: one.instance.engine.scheduler.running)
+    await one.instance.pauser.pause(PauseRequest(PauseMode.KEEP))
+    assert one.instance.engine.scheduler.running
+    await one.supervisor.recovery.scale(4)
+    await one.instance.pauser.resume()
+    assert await stream == expected
+
+
 async def test_continued_and_aborted_while_held(elastic):
     """Whoever continues lets nothing run; whoever aborts is answered at once."""
     one = elastic(8, 4, on_rank_loss="degrade")
