@@ -6,7 +6,7 @@ import pytest
 from elastic import Elastic, filled
 from fakes import eventually, resources, verified
 
-from engine_service.core.member_messages import Place, TakeUnits
+from engine_service.core.member_messages import Place, Rejoin, TakeUnits
 from engine_service.core.membership import MembershipState, RecoverOptions
 from engine_service.core.messages import Capture, CheckProbe, Start, Step
 from engine_service.core.pause_modes import PauseMode, PauseRequest
@@ -276,6 +276,22 @@ async def test_a_false_alarm(elastic):
     assert (len(one.ranks), one.instance.recoveries.ranks_lost) == (4, 0)
     assert one.instance.membership.state is MembershipState.WHOLE
     assert one.instance.engine.weights.version == "v1"
+
+
+async def test_ranks_that_never_meet(elastic):
+    """All of them live, and cannot compute together: that has an end."""
+    one = elastic(8, 4)
+
+    async def fail() -> None:
+        for rank in one.ranks:
+            rank.before[Rejoin] = fail
+        raise CollectiveFailed("nobody came")
+
+    one.ranks[0].before[Step] = fail
+    async with asyncio.timeout(10):
+        with pytest.raises(RankDied, match="nobody came"):
+            await one.tokens()
+    assert one.instance.lifecycle.state is State.FAILED
 
 
 async def test_nothing_lies_in_between(elastic):
