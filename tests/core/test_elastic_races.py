@@ -1,6 +1,7 @@
 """Losses and changes of members at inconvenient moments: nothing is left behind, nothing lies."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from elastic import Elastic, filled
@@ -276,6 +277,18 @@ async def test_a_false_alarm(elastic):
     assert (len(one.ranks), one.instance.recoveries.ranks_lost) == (4, 0)
     assert one.instance.membership.state is MembershipState.WHOLE
     assert one.instance.engine.weights.version == "v1"
+
+
+async def test_others_are_told(elastic):
+    """An update ends with a loss; a relay sees the arenas of the ranks that there are now."""
+    one, told = elastic(**EVERYWHERE, on_rank_loss="degrade"), []
+    one.instance.interrupt_update = told.append
+    one.instance.link = SimpleNamespace(detach=lambda: told.append(len(one.ranks)))
+    await degraded(one)
+    await eventually(lambda: told == ["a rank was lost", 2])
+    await one.supervisor.recovery.recover(RecoverOptions(replace=True))
+    await eventually(lambda: told == ["a rank was lost", 2, 3])
+    one.instance.link = None
 
 
 async def test_ranks_that_never_meet(elastic):
