@@ -494,7 +494,7 @@ class FakeRunner:
         self.reserved: tuple[int, int] = (0, 0)
         """Bytes that its devices have reserved, before and after they are trimmed."""
 
-    async def trim_memory(self) -> tuple[int, int]:
+    async def trim_memory(self, _seconds: float = 0.0) -> tuple[int, int]:
         return self.reserved
 
     async def step(self, rows: tuple[Row, ...]) -> Sampled:

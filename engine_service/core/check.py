@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine_service.core import comparing
 from engine_service.core.check_messages import Digested, DigestWeights, FoundWeights
@@ -23,6 +24,7 @@ from engine_service.errors import NotReady, RanksLost, WrongState
 from relay_service.core.instance import State, Weights
 from relay_service.core.manifest import Manifest, weights_digest
 
+T = TypeVar("T")
 ATTEMPTS = 5
 """How often weights are digested anew that change meanwhile."""
 WAIT_SECONDS = 60.0
@@ -37,6 +39,8 @@ class _Pass:
     weights: Weights
     manifests: tuple[Manifest, ...]
     """What they should hold."""
+    addresses: tuple[int, ...]
+    """Where their arenas should lie."""
     seconds_paused: float
 
     @property
@@ -114,9 +118,10 @@ class Checker:
                 if self._snapshot is None:
                     raise WrongState("no snapshot was taken in this life of the instance")
                 snapshot, was = self._snapshot.ranks, self._snapshot.weights
+                _paired(snapshot, self._instance.manifests)
                 return f"the snapshot of {was.version}, epoch {was.epoch}", lambda done: (
                     difference
-                    for old, now in zip(snapshot, done.found, strict=True)
+                    for old, now in _paired(snapshot, done.found)
                     for difference in comparing.with_snapshot(old, now)
                 )
         peer: Peer = await find_peer(self._instance, against)
@@ -132,7 +137,9 @@ class Checker:
             found, seconds = await self._pieces()
             same = engine.weights.epoch == weights.epoch
             if found and same and lifecycle.state is not State.UPDATING:
-                return _Pass(found, weights, tuple(self._instance.manifests), seconds)
+                manifests = tuple(self._instance.manifests)
+                addresses = tuple(arena.address for arena in self._instance.ranks.arenas)
+                return _Pass(found, weights, manifests, addresses, seconds)
         raise NotReady(f"the weights changed while they were checked, {ATTEMPTS} times in a row")
 
     async def _pieces(self) -> tuple[tuple[FoundWeights, ...], float]:
@@ -169,5 +176,15 @@ class Checker:
     def _within(self, done: _Pass) -> Iterator[Difference]:
         """Compares the ranks with each other, and the places of tensors with what they were."""
         yield from comparing.replicas(done.found, self._instance.placement.tensor_parallel_size)
-        for now, arena in zip(done.found, self._instance.ranks.arenas, strict=True):
-            yield from comparing.misplaced(now, arena.address)
+        for now, address in zip(done.found, done.addresses, strict=True):
+            yield from comparing.misplaced(now, address)
+
+
+def _paired(snapshot: Sequence[FoundWeights], now: Sequence[T]) -> Iterator[tuple[FoundWeights, T]]:
+    """Returns ranks as they were and as they are. Raises `WrongState` where they are others."""
+    if len(snapshot) != len(now):
+        raise WrongState(
+            f"the snapshot is of {len(snapshot)} ranks, and there are {len(now)}",
+            field="mode", hint="take a new one",
+        )  # fmt: skip
+    return zip(snapshot, now, strict=True)

@@ -86,8 +86,9 @@ class ExpertMap(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """Slots of each group in each layer."""
-        return len(next(iter(self.layers.values()), ((),))[0])
+        """Slots of each group in each layer; 0 where no group is left."""
+        rows = next(iter(self.layers.values()), ())
+        return len(rows[0]) if rows else 0
 
     @property
     def digest(self) -> str:

@@ -109,6 +109,46 @@ class RankCommands:
         if ended := self.broken or self.staging.broken:
             raise ended
 
+    async def settle(self, seconds: float) -> list[int]:
+        """Waits until all have answered what they still owe; returns those that are lost.
+
+        Whoever has died is, and whoever does not answer in time: it is ended, so that it
+        cannot come back. Afterwards the others owe nothing.
+        """
+        staging = asyncio.ensure_future(
+            self.staging.abandon(self.broken or errors.RanksLost("ranks were lost"))
+        )
+        await asyncio.wait([staging], timeout=seconds)
+        await self._take_turn(seconds)
+        settling = [asyncio.ensure_future(worker.settled()) for worker in self.workers]
+        try:
+            await asyncio.wait(settling, timeout=seconds)
+            lost = []
+            for rank, (worker, done) in enumerate(zip(self.workers, settling, strict=True)):
+                if not done.done() or done.exception() or worker.has_ended:
+                    await worker.kill()
+                    lost.append(rank)
+            return lost
+        finally:
+            await let_go([staging, *settling])
+            self.ordered.release()
+
+    async def _take_turn(self, seconds: float) -> None:
+        """Waits for the command in work, and ends ranks that get no further with it.
+
+        Whoever gave it may have left, and then nobody else bounds it.
+        """
+        while True:
+            before = [worker.progress for worker in self.workers]
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.ordered.acquire()
+            except TimeoutError:
+                if before == [worker.progress for worker in self.workers]:
+                    self.give_up("it got no further", [one for one in self.workers if one.owed])
+            else:
+                return
+
     async def _shielded(
         self, passed: Mapping[int, Passed], kind: type[R], seconds: float | None
     ) -> list[R]:

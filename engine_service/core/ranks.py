@@ -24,7 +24,6 @@ from engine_service.core.messages import (
 )
 from engine_service.core.rank_commands import RankCommands
 from engine_service.core.rank_worker import RankWorker, spawn
-from engine_service.core.replies import let_go
 from engine_service.core.spare_ranks import SpareRanks
 from engine_service.core.staging_streams import StagingStreams
 from engine_service.core.update_messages import Trimmed, TrimMemory
@@ -140,8 +139,8 @@ class RankGroup(RankCommands):
 
     @property
     def lost(self) -> bool:
-        """Whether a rank has ended although nobody asked it to."""
-        return self._lost
+        """Whether a rank has ended although nobody asked it to, or none is left."""
+        return self._lost or not self.workers
 
     async def died(self) -> errors.RankDied:
         """Waits until a worker ends by itself; returns what to tell."""
@@ -167,46 +166,6 @@ class RankGroup(RankCommands):
             f"rank {rank} (process {worker.pid}) has died with status {status}{reason}",
             rank=str(rank),
         )
-
-    async def settle(self, seconds: float) -> list[int]:
-        """Waits until all have answered what they still owe; returns those that are lost.
-
-        Whoever has died is, and whoever does not answer in time: it is ended, so that it
-        cannot come back. Afterwards the others owe nothing.
-        """
-        staging = asyncio.ensure_future(
-            self.staging.abandon(self.broken or errors.RanksLost("ranks were lost"))
-        )
-        await asyncio.wait([staging], timeout=seconds)
-        await self._take_turn(seconds)
-        settling = [asyncio.ensure_future(worker.settled()) for worker in self.workers]
-        try:
-            await asyncio.wait(settling, timeout=seconds)
-            lost = []
-            for rank, (worker, done) in enumerate(zip(self.workers, settling, strict=True)):
-                if not done.done() or done.exception() or worker.has_ended:
-                    await worker.kill()
-                    lost.append(rank)
-            return lost
-        finally:
-            await let_go([staging, *settling])
-            self.ordered.release()
-
-    async def _take_turn(self, seconds: float) -> None:
-        """Waits for the command in work, and ends ranks that get no further with it.
-
-        Whoever gave it may have left, and then nobody else bounds it.
-        """
-        while True:
-            before = [worker.progress for worker in self.workers]
-            try:
-                async with asyncio.timeout(seconds):
-                    await self.ordered.acquire()
-            except TimeoutError:
-                if before == [worker.progress for worker in self.workers]:
-                    self.give_up("it got no further", [one for one in self.workers if one.owed])
-            else:
-                return
 
     def part(self, leaving: Iterable[int]) -> list[Parted]:
         """Goes on without some ranks, which are returned; the others get new numbers.

@@ -109,7 +109,7 @@ class Recovery:
             tell(progress)
 
         work = quiet(asyncio.ensure_future(self._counted(what, groups, options, note)))
-        self._work = work
+        self._work, self._present = work, None
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -120,7 +120,7 @@ class Recovery:
     async def _counted(
         self, what: Change, groups: int, options: RecoverOptions, note: OnExpertProgress
     ) -> ExpertReport:
-        report, instance, self._present = None, self._instance, None
+        report, instance = None, self._instance
         async with instance.turn.taken(_WORDS[what]):
             try:
                 note(ExpertProgress(phase="planning"))

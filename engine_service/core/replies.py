@@ -51,5 +51,8 @@ def died(error: BaseException | None, past: type[errors.EngineError] | None = No
 
 
 def cause(failures: Sequence[BaseException]) -> BaseException:
-    """Returns the error to tell: that others missed one is no news beside what happened to it."""
-    return min(failures, key=lambda one: isinstance(one, errors.CollectiveFailed))
+    """Returns the error to tell: that others missed one is no news beside what happened to it.
+
+    That a rank has died comes first: who is left has more to do than to tell.
+    """
+    return min(failures, key=lambda one: (isinstance(one, errors.CollectiveFailed), not died(one)))

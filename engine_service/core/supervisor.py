@@ -191,7 +191,7 @@ class Supervisor:
         instance, config = self._instance, self._instance.config
         deadline, reason = time.monotonic() + config.recovery_deadline_seconds, "nobody was asked"
         pause = RETRY_SECONDS
-        while instance.membership and instance.membership.groups_lost:
+        while self._may_survive and instance.membership and instance.membership.groups_lost:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -204,6 +204,7 @@ class Supervisor:
                     self._formation.note(reason)
                     _log.warning("not recovered: %s", reason)
                 except TimeoutError:
+                    await self.recovery.interrupt()
                     break
                 except Exception as error:  # noqa: BLE001 - there may be another try
                     reason = f"{type(error).__name__}: {error}"
@@ -220,7 +221,7 @@ class Supervisor:
     @property
     def _holds(self) -> bool:
         now = self._instance.membership
-        return now is not None and now.state is MembershipState.HELD
+        return self._may_survive and now is not None and now.state is MembershipState.HELD
 
     async def _stop_recovering(self) -> None:
         task, self._recovering = self._recovering, None
@@ -232,7 +233,8 @@ class Supervisor:
     async def _give_up(self, error: EngineError) -> None:
         instance = self._instance
         _log.error("%s", error)
-        instance.lifecycle.to(State.FAILED, str(error))
+        if instance.lifecycle.state is not State.FAILED:  # else somebody knew more
+            instance.lifecycle.to(State.FAILED, str(error))
         instance.pauser.fail(error)
         if instance.link:
             await instance.link.close()

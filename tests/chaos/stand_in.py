@@ -73,7 +73,7 @@ class BareRank:
         self.descriptors = [[fd]]
         return [truth.verified(bytes(self.arena.view(0, len(held))))]
 
-    async def trim_memory(self) -> tuple[int, int]:
+    async def trim_memory(self, _seconds: float = 0.0) -> tuple[int, int]:
         """Has no memory to trim."""
         return 0, 0
 

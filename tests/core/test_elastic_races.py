@@ -1,24 +1,28 @@
 """Losses and changes of members at inconvenient moments: nothing is left behind, nothing lies."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
-from elastic import Elastic
-from fakes import eventually, resources
+from elastic import Elastic, filled
+from fakes import eventually, resources, verified
 
-from engine_service.core.member_messages import Place, TakeUnits
+from engine_service.core.member_messages import Place, Rejoin, TakeUnits
 from engine_service.core.membership import MembershipState, RecoverOptions
-from engine_service.core.messages import Capture, CheckProbe, Start
+from engine_service.core.messages import Capture, CheckProbe, Start, Step
 from engine_service.core.pause_modes import PauseMode, PauseRequest
+from engine_service.core.prefix import kv_origin
 from engine_service.errors import (
     CaptureError,
+    CollectiveFailed,
     EngineError,
     NotReady,
     ProbeMismatch,
     RankDied,
-    UpdateBusy,
+    RecoveryFailed,
 )
-from relay_service.core.instance import State
+from relay_service.core.instance import State, Weights
+from relay_service.core.manifest import weights_digest
 
 DEGRADED, HELD = MembershipState.DEGRADED, MembershipState.HELD
 EVERYWHERE = {"experts": 4, "groups": 3, "redundant": 8}
@@ -154,9 +158,9 @@ async def test_a_commit_that_waits_for_requests_which_are_held(elastic):
     await eventually(lambda: one.instance.engine.scheduler.running)
 
     async def update() -> None:
-        async with one.instance.turn.taken("an update"):
-            async with one.instance.pauser.applying(PauseRequest(PauseMode.WAIT)):
-                raise AssertionError("nothing runs that could end")
+        instance, waits = one.instance, PauseRequest(PauseMode.WAIT)
+        async with instance.turn.taken("an update"), instance.pauser.applying(waits):
+            raise AssertionError("nothing runs that could end")
 
     updating = asyncio.ensure_future(update())
     await eventually(lambda: one.instance.turn.holder)
@@ -164,6 +168,143 @@ async def test_a_commit_that_waits_for_requests_which_are_held(elastic):
     with pytest.raises(NotReady, match="a rank was lost"):
         await updating
     assert await stream == expected
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT])
+async def test_paused_while_ranks_are_lost_and_come(elastic, mode):
+    """It stays paused; whoever continues goes on with the same tokens, on the ranks of then."""
+    one = elastic(**EVERYWHERE, on_rank_loss="degrade")
+    expected = await one.tokens(count=60)
+    stream = asyncio.ensure_future(one.tokens(count=60))
+    await eventually(lambda: one.instance.engine.scheduler.running)
+    await one.instance.pauser.pause(PauseRequest(mode))
+    await degraded(one)
+    assert one.instance.lifecycle.state is State.PAUSED
+    await one.supervisor.recovery.recover(RecoverOptions(replace=True))
+    assert one.instance.lifecycle.state is State.PAUSED
+    assert not stream.done()
+    await one.instance.pauser.resume()
+    assert await stream == expected
+
+
+async def test_frozen_requests_have_no_kv_on_fresh_ranks(elastic):
+    """A pause keeps it; ranks that come have none: it is computed anew."""
+    one = elastic(**EVERYWHERE)
+    expected = await one.tokens(count=60)
+    stream = asyncio.ensure_future(one.tokens(count=60))
+    await eventually(lambda: one.instance.engine.scheduler.running)
+    await one.instance.pauser.pause(PauseRequest(PauseMode.KEEP))
+    assert one.instance.engine.scheduler.running
+    await one.supervisor.recovery.scale(4)
+    await one.instance.pauser.resume()
+    assert await stream == expected
+
+
+async def test_continued_and_aborted_while_held(elastic):
+    """Whoever continues lets nothing run; whoever aborts is answered at once."""
+    one = elastic(8, 4, on_rank_loss="degrade")
+    stream = asyncio.ensure_future(one.tokens(count=60))
+    await eventually(lambda: one.instance.engine.scheduler.running)
+    await one.instance.pauser.pause(PauseRequest(PauseMode.KEEP))
+    one.ranks[3].die()
+    await eventually(lambda: one.instance.membership.state is HELD)
+    assert one.instance.lifecycle.state is State.UPDATING
+    await one.instance.pauser.resume()
+    assert one.instance.engine.frozen
+    assert one.instance.lifecycle.state is State.UPDATING
+    assert one.instance.engine.abort_all() == 1
+    assert len(await stream) < 60
+    await one.supervisor.recovery.recover(RecoverOptions())
+    assert one.instance.lifecycle.state is State.READY
+    assert await one.tokens()
+
+
+async def test_what_is_cached_is_found_by_those_who_live(elastic):
+    """They have computed it, with the weights that still serve; lost experts make a difference."""
+    one = elastic(**EVERYWHERE, on_rank_loss="degrade")
+    before = kv_origin(one.instance.engine.weights)
+    await degraded(one)
+    weights = one.instance.engine.weights
+    assert (weights.kv_origin, weights.epoch) == (before, 2)
+    routed = elastic(8, 4, on_rank_loss="degrade", lost_experts="route")
+    expected = await routed.tokens(prompt=9)
+    for left in (3, 2):
+        routed.ranks[0].die()
+        await eventually(lambda left=left: len(routed.ranks) == left)
+        await eventually(lambda: not routed.instance.engine.frozen)
+        assert await routed.tokens(prompt=9) != expected
+    await routed.supervisor.recovery.recover(RecoverOptions(replace=True))
+    assert await routed.tokens(prompt=9) == expected
+
+
+async def test_updated_while_degraded(elastic):
+    """What is lost later is of the weights that serve then."""
+    one = elastic(6, 3, 1, 6, on_rank_loss="degrade")
+    await degraded(one)
+    instance = one.instance
+    assert instance.membership.state is DEGRADED
+    async with instance.engine.between_steps():
+        for number, rank in enumerate(one.ranks):
+            data = filled(rank.manifest, 0, "v2")
+            rank.arena.land(0, data)
+            instance.manifests[number] = verified(rank.manifest, data)
+        before = instance.engine.weights
+        digest = weights_digest(instance.manifests)
+        instance.engine.switch(Weights("v2", digest, before.epoch + 1))
+        instance.probe = one.ranks[0].tokens_of(())
+    expected = await one.tokens()
+    one.ranks[1].die()
+    await eventually(lambda: instance.membership.state is HELD)
+    with pytest.raises(RecoveryFailed, match="other weights"):
+        await one.supervisor.recovery.recover(RecoverOptions())
+    one.world.disk_version = "v2"
+    await one.supervisor.recovery.recover(RecoverOptions())
+    assert await one.tokens() == expected
+    assert instance.engine.weights.version == "v2"
+
+
+async def test_a_false_alarm(elastic):
+    """A collective failed though all live: they meet anew, and nobody notices."""
+    one = elastic(8, 4)
+    expected = await one.tokens(count=60)
+
+    async def fail() -> None:
+        raise CollectiveFailed("it took too long")
+
+    for _ in range(5):
+        one.ranks[2].before[Step] = fail
+        assert await one.tokens(count=60) == expected
+    assert (len(one.ranks), one.instance.recoveries.ranks_lost) == (4, 0)
+    assert one.instance.membership.state is MembershipState.WHOLE
+    assert one.instance.engine.weights.version == "v1"
+
+
+async def test_others_are_told(elastic):
+    """An update ends with a loss; a relay sees the arenas of the ranks that there are now."""
+    one, told = elastic(**EVERYWHERE, on_rank_loss="degrade"), []
+    one.instance.interrupt_update = told.append
+    one.instance.link = SimpleNamespace(detach=lambda: told.append(len(one.ranks)))
+    await degraded(one)
+    await eventually(lambda: told == ["a rank was lost", 2])
+    await one.supervisor.recovery.recover(RecoverOptions(replace=True))
+    await eventually(lambda: told == ["a rank was lost", 2, 3])
+    one.instance.link = None
+
+
+async def test_ranks_that_never_meet(elastic):
+    """All of them live, and cannot compute together: that has an end."""
+    one = elastic(8, 4)
+
+    async def fail() -> None:
+        for rank in one.ranks:
+            rank.before[Rejoin] = fail
+        raise CollectiveFailed("nobody came")
+
+    one.ranks[0].before[Step] = fail
+    async with asyncio.timeout(10):
+        with pytest.raises(RankDied, match="nobody came"):
+            await one.tokens()
+    assert one.instance.lifecycle.state is State.FAILED
 
 
 async def test_nothing_lies_in_between(elastic):

@@ -7,7 +7,7 @@ from fakes import lay_out_bytes
 
 from engine_service.core.messages import Allocated, Command, Done, Sampled, Step
 from engine_service.core.ranks import RankGroup
-from engine_service.errors import CheckpointError, CollectiveFailed, RankDied
+from engine_service.errors import CheckpointError, CollectiveFailed, RankDied, WrongState
 
 
 class FakeWorker:
@@ -77,6 +77,14 @@ async def test_the_cause_is_told_and_not_that_others_missed_it(first):
     """A rank that waited in vain says nothing about why."""
     answers = [CheckpointError("broken"), CollectiveFailed("nobody came")]
     with pytest.raises(CheckpointError, match="broken"):
+        await _group(answers[first], answers[1 - first]).same(Step(()), Sampled)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_death_comes_before_other_errors(first):
+    """A step that failed on one rank and ended another is to be done again, not to be told of."""
+    answers = [WrongState("not ready"), RankDied("rank 1 has died")]
+    with pytest.raises(RankDied, match="has died"):
         await _group(answers[first], answers[1 - first]).same(Step(()), Sampled)
 
 

@@ -50,6 +50,7 @@ class Process:
             pass
 
     def kill(self) -> None:
+        """Ends it at once."""
         self.returncode = -9
         for channel in self._channels:
             channel.close()
@@ -58,6 +59,7 @@ class Process:
         self._ended.set()
 
     async def wait(self) -> int:
+        """Waits for its end."""
         await self._ended.wait()
         return self.returncode or 0
 
@@ -80,7 +82,7 @@ async def group():
 
 async def _until(condition) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - it is about a fake's process
             await asyncio.sleep(0.001)
 
 

@@ -242,7 +242,9 @@ async def test_all_are_lost(elastic):
         rank.die()
     with pytest.raises((RanksLost, RankDied)):
         await stream
-    assert one.instance.lifecycle.state is State.FAILED
+    await eventually(lambda: one.instance.lifecycle.state is State.FAILED)
+    assert one.instance.ranks.lost
+    assert one.instance.placement.expert_parallel_size == 0
 
 
 async def test_a_rank_is_lost_where_that_is_the_end(elastic):

@@ -59,7 +59,6 @@ SAMPLE = {
     Cell(8, "none", "relay", KILL, "second"), Cell(8, "none", "relay", STOP, "staging"),
     Cell(8, "part", "disk", STOP, "one"), Cell(8, "part", "disk", KILL, "two"),
     Cell(64, "all", "relay", KILL, "one"), Cell(64, "all", "relay", STOP, "two"),
-    Cell(64, "none", "disk", KILL, "staging"), Cell(64, "none", "disk", STOP, "second"),
 }  # fmt: skip
 assert set(CELLS) >= SAMPLE
 

@@ -13,7 +13,7 @@ from engine_service.core.check import Checker
 from engine_service.core.check_messages import Digested, DigestWeights, FoundWeights
 from engine_service.core.check_report import CheckMode
 from engine_service.core.comparing import entries
-from engine_service.errors import NotReady, RankDied, RelayUnreachable
+from engine_service.errors import NotReady, RankDied, RanksLost, RelayUnreachable
 from engine_service.rpc import convert_check
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.digests import block_digest
@@ -40,7 +40,7 @@ class FakeMemory(FakeRanks):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def same(self, command, kind):
+    async def in_time(self, command, _kind, _seconds):
         """Digests half of it."""
         assert isinstance(command, DigestWeights)
         self.asked.append(command.begin)
@@ -232,3 +232,23 @@ async def test_manifests_of_another_instance(fleet):
             await link.manifests_of(replace(offer, generation="another life"))
     finally:
         await link.close()
+
+
+async def test_a_snapshot_of_other_ranks(service, memory):
+    """Ranks were lost, or have come: it is refused in words."""
+    await _check(service, mode=engine_pb2.CHECK_MODE_SNAPSHOT)
+    service.instance.manifests *= 2
+    with pytest.raises(CallFailed, match="the snapshot is of 1 ranks, and there are 2"):
+        await _check(service, mode=engine_pb2.CHECK_MODE_COMPARE)
+
+
+async def test_others_hold_the_weights_meanwhile(service, memory):
+    """Ranks that came or went are no error: all is digested anew."""
+    answer, memory.error = memory.in_time, None
+
+    async def moved(command, kind, seconds):
+        memory.in_time = answer
+        raise RanksLost("other ranks compute together by now")
+
+    memory.in_time = moved
+    assert (await _check(service)).equal

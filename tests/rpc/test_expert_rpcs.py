@@ -48,12 +48,7 @@ class FakeExperts(FakeRanks):
             return [Staged(64 * len(command.digests)) for command in commands]
         raise AssertionError(commands)
 
-    async def in_time(self, command, kind, seconds):
-        """Takes as long as a test wants."""
-        assert seconds > 0
-        return await self.same(command, kind)
-
-    async def same(self, command, kind):
+    async def in_time(self, command, _kind, _seconds):
         """Drops or moves what was staged."""
         self.asked.append(command)
         if isinstance(command, DropExperts):
