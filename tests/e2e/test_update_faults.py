@@ -19,8 +19,10 @@ from clients.errors import ClientError
 from engine_service.core.update_request import Phase
 from seedrelay.v1 import engine_pb2
 
-PHASES = [phase for phase in Phase if phase not in (Phase.WAITING, Phase.DONE)]
-"""All in which an update can be stopped: another one that is added fails in `scene.at`."""
+PHASES = [phase for phase in Phase if phase not in (Phase.WAITING, Phase.READERS, Phase.DONE)]
+"""All in which an update can be stopped: another one that is added fails in `scene.at`.
+
+Who waits for readers stands in `tests/rpc/test_leases_and_updates.py`."""
 COMMITS = (Phase.PAUSING, Phase.COPYING)
 """Those that a client cannot end any more by leaving."""
 RELAYED = {"relay": {"options": {"source_instance": "b"}}}
