@@ -37,6 +37,7 @@ class Ranks:
             for rank in range(tp * ep)
         ]
         self.ranks: list[Rank] = []
+        self._groups: list[parallel.Groups] = []
         self.loaded: list[Manifest] = []
         """What each rank says that it has read; nothing of dummies."""
 
@@ -49,9 +50,11 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
-        os.close(self._meeting)
+        for groups in self._groups:
+            parallel.leave(groups)
         for name in [name for name in parallel._joined if name.startswith("tests")]:
             del parallel._joined[name]
+        os.close(self._meeting)  # last: a store that cannot be opened any more ends the process
 
     def free(self) -> None:
         """Gives the arenas back, which otherwise stay mapped; no tensor may be looked at then."""
@@ -72,7 +75,9 @@ class Ranks:
         return list(self._threads.map(attempt, self.ranks))
 
     def _built(self, start) -> Rank:
-        return Rank(start, self._meeting)
+        rank = Rank(start, self._meeting)
+        self._groups.append(rank.groups)
+        return rank
 
     def _load(self, rank: Rank) -> Loaded:
         return rank.load(self.folder, lambda _done, _total: None)

@@ -78,6 +78,7 @@ def test_a_rank_joins_in_the_place_of_a_lost_one(folder, tp, ep, weight_format):
         for part in range(tp):
             config = msgspec.structs.replace(ranks.starts[part].config, joins_later=True)
             fresh = Rank(msgspec.structs.replace(ranks.starts[part], config=config), ranks._meeting)
+            ranks._groups.append(fresh.groups)
             names = [unit.name for unit in fresh.arena.manifest.units]
             total = sum(unit.nbytes for unit in fresh.arena.manifest.units)
             pairs = [(name, name) for name in names]
