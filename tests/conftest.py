@@ -4,6 +4,7 @@ import gc
 
 import pytest
 from hypothesis import HealthCheck, settings
+from sampling import is_left_out
 
 LONG_FILES = ("e2e", "chaos", "device")
 """Folders whose files take longest."""
@@ -15,8 +16,12 @@ settings.register_profile(
 settings.load_profile("seedrelay")
 
 
+@pytest.hookimpl(tryfirst=True)  # before those who leave tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long files first: where files are shared out, none is left to one worker at the end."""
+    for item in items:
+        if is_left_out(item.nodeid):
+            item.add_marker(pytest.mark.full)
     items.sort(key=lambda item: item.path.parent.name not in LONG_FILES)
 
 

@@ -54,7 +54,7 @@ async def _tokens(workers, count=8):
     ("end", "timeout"),
     [
         pytest.param(signal.SIGKILL, 60, id="killed", marks=pytest.mark.full),
-        pytest.param(signal.SIGSTOP, 3, id="hung"),
+        pytest.param(signal.SIGSTOP, 3, id="hung", marks=pytest.mark.full),
     ],
 )
 async def test_the_others_go_on(folder, end, timeout):

@@ -36,11 +36,11 @@ async def test_the_version_that_serves_is_recovered(stage: Stage, tmp_path: Path
     oracle = experts_model(tmp_path / "model")
     update = other_weights(oracle, tmp_path / "update")
     scene = Elastic(stage, oracle, "--recovery-deadline", "8")
+    await scene.ready()
     source = stage.engine(
         update.folder, "--ep", "2", "--dtype", "float32", "--relay", scene.relay.address,
         "--instance-name", "updated",
     )  # fmt: skip
-    await scene.ready()
     groups = [engine_pb2.GroupExperts(experts=held) for held in MOVED]
     layers = [engine_pb2.LayerExperts(layer=n, groups=groups) for n in (1, 2)]
     async with EngineClient(scene.engine.address) as client:
