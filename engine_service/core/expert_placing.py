@@ -53,17 +53,18 @@ def _fault(experts: ExpertMap, groups: int) -> str:
 
 def _placed(rows: Slots, experts: int, groups: int) -> Slots:
     """Places the experts of one layer."""
-    living, slots = [list(row) for row in rows], len(rows[0])
+    living, slots, fresh = [list(row) for row in rows], len(rows[0]), groups - len(rows)
     counts = Counter(expert for row in living for expert in row)
     lost = [expert for expert in range(experts) if not counts[expert]]
-    fresh: _Rows = [[] for _ in range(groups - len(rows))]
-    room = slots * len(fresh)
-    for number, expert in enumerate(lost[:room]):
-        fresh[number % len(fresh)].append(expert)
-        counts[expert] += 1
+    room = slots * fresh
+    given = Counter(lost[:room])
     _replace_replicas(living, counts, lost[room:])
-    _fill(fresh, counts, range(experts), slots)
-    return tuple(map(tuple, (*living, *fresh)))
+    while given.total() < room:
+        fewest = (one for one in range(experts) if given[one] < fresh)
+        given[min(fewest, key=lambda one: counts[one] + given[one])] += 1
+    # Dealt out by turns, no expert comes to a group twice: none has more slots than there are groups.
+    dealt = list(given.elements())
+    return tuple(map(tuple, (*living, *(dealt[n::fresh] for n in range(fresh)))))
 
 
 def _replace_replicas(living: _Rows, counts: Counter[int], lost: list[int]) -> None:
@@ -81,12 +82,3 @@ def _replace_replicas(living: _Rows, counts: Counter[int], lost: list[int]) -> N
         counts[expert] += 1
         living[group][slot] = expert
         given[group] += 1
-
-
-def _fill(fresh: _Rows, counts: Counter[int], experts: range, slots: int) -> None:
-    """Fills rows with replicas of what has fewest; no row gets what it has."""
-    while unfinished := [row for row in fresh if len(row) < slots]:
-        row = min(unfinished, key=len)
-        expert = min((one for one in experts if one not in row), key=lambda one: counts[one])
-        row.append(expert)
-        counts[expert] += 1
