@@ -122,10 +122,17 @@ class Oracle(NamedTuple):
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """Returns the likeliest continuation."""
-        tokens = list(prompt)
+        return self.continued([prompt], count)[0]
+
+    @torch.inference_mode()
+    def continued(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """Returns the likeliest continuations of prompts of one length."""
+        seen, cache = torch.tensor(prompts), transformers.DynamicCache()
+        made = seen[:, :0]
         for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
+            seen = self.model(seen, cache=cache).logits[:, -1:].argmax(-1)
+            made = torch.cat((made, seen), 1)
+        return made.tolist()
 
 
 def make(name: str, folder: Path, **sizes: int) -> Oracle:

@@ -62,7 +62,7 @@ def _placed(rows: Slots, experts: int, groups: int) -> Slots:
     while given.total() < room:
         fewest = (one for one in range(experts) if given[one] < fresh)
         given[min(fewest, key=lambda one: counts[one] + given[one])] += 1
-    # Dealt out by turns, no expert comes to a group twice: none has more slots than there are groups.
+    # Dealt out by turns, none comes to a group twice: it has no more slots than there are groups.
     dealt = list(given.elements())
     return tuple(map(tuple, (*living, *(dealt[n::fresh] for n in range(fresh)))))
 

@@ -1,7 +1,6 @@
 """Every family in every format over ranks placed in every way: the table, and a sample of it."""
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 import oracles
@@ -107,8 +106,8 @@ def table() -> list[Cell]:
 def sample(rows: Sequence[Cell]) -> set[Cell]:
     """Chooses cells of families, not of their variants such as `qwen3, biased`.
 
-    Every family is there, and each pair of format, place and other place, and of these with
-    whether there are experts. Pairs of a family and anything else would be twice as many.
+    Every family is there, every format with experts and without, every place on either side, and
+    each pair of numbers of tensor-parallel ranks.
     """
     plain = [cell for cell in rows if "," not in cell.family]
     return set(covering(plain, {cell: _traits(cell) for cell in plain}))
@@ -126,5 +125,6 @@ def covering(rows: Sequence[Cell], traits: Mapping[Cell, set[object]]) -> list[C
 
 
 def _traits(cell: Cell) -> set[object]:
-    columns = sparse(cell.family), cell.held, cell.placed, cell.other
-    return {cell.family, *combinations(enumerate(columns), 2)}
+    split = tuple(PLACES[place].tp for place in (cell.placed, cell.other))
+    sides = enumerate((cell.placed, cell.other))
+    return {cell.family, (cell.held, sparse(cell.family)), split, *sides}

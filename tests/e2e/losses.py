@@ -103,7 +103,7 @@ class Elastic:
         self.relay = stage.relay()
         self.engine = self.start("--ep", str(GROUPS), *flags)
         self.other = self.plain("--ep", "2", "--instance-name", "other") if others else None
-        self._greedy: dict[tuple[int, ...], list[int]] = {}
+        self._greedy = [list[int]() for _ in PROMPTS]
 
     def start(self, *flags: str) -> Service:
         """Starts an engine whose ranks may be lost."""
@@ -125,11 +125,10 @@ class Elastic:
         self.first = await self.found()
 
     def expected(self, prompt: list[int], count: int = TOKENS) -> list[int]:
-        """What the oracle says."""
-        known = self._greedy.get(tuple(prompt), [])
-        if len(known) < count:
-            known = self._greedy[tuple(prompt)] = self.oracle.greedy(prompt, count)
-        return known[:count]
+        """What the oracle says to one of `PROMPTS`."""
+        if len(self._greedy[0]) < count:
+            self._greedy = self.oracle.continued(PROMPTS, count)
+        return self._greedy[PROMPTS.index(prompt)][:count]
 
     async def found(self) -> engine_pb2.GetExpertMapResponse:
         """Returns the expert map."""

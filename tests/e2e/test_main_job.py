@@ -141,7 +141,7 @@ async def test_seed_streams_during_a_limited_pull(
 
 async def test_graphs_are_captured_while_bytes_land(stage: Stage, fleet: Fleet) -> None:
     """The report shows that neither the capture nor the way to the bytes waits for the other."""
-    target = stage.target(fleet.relay, "--rate-limit", "512KiB/s")
+    target = stage.target(fleet.relay, "--rate-limit", "1MiB/s")
     phases = {p.name: p for p in (await reach(target)).phases}
     assert phases["land"].begin_seconds < phases["capture"].begin_seconds
     assert phases["capture"].begin_seconds < phases["land"].end_seconds
