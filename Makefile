@@ -27,8 +27,9 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "error: Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: no virtual environment could be made; Debian has venv in the package python3-venv"; exit 1; }
+	@# Modules are compiled when they are first imported: most of these packages never are.
 	@echo "installing the pinned packages into $(VENV) (about a minute)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,models,dev]' $(PIP_ARGS) || \
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[engine,models,dev]' $(PIP_ARGS) || \
 	  { echo "error: the packages of constraints.txt could not be installed (no network?);"; \
 	    echo "       README says how to set up without network"; exit 1; }
 	@touch $@

@@ -15,7 +15,7 @@ from clients.engine import EngineClient
 from engine_service.checkpoint import smollm2
 from seedrelay.v1 import engine_pb2
 
-QUESTIONS = ("Why is the sea salty?", "Write a haiku about seeds.", "List three prime numbers.")
+QUESTIONS = ("Why is the sea salty?", "Write a haiku about seeds.")
 TOKENS = 16
 
 
