@@ -24,6 +24,7 @@ from engine_service.core.reclaim import Reclaimer
 from engine_service.errors import EngineError, FillFailed, FillTimeout, RelayUnreachable
 from relay_service.core.instance import State
 from relay_service.core.pull_report import PullOptions
+from relay_service.core.together import jointly
 
 RETRY_SECONDS = 0.5
 OVERTIME_SECONDS = 2.0
@@ -57,8 +58,15 @@ class BringUp:
                 instance.lifecycle.to(State.DUMMY)
                 await instance.capture()
         except EngineError as error:
-            if instance.lifecycle.state is not State.FAILED:
-                await instance.fail(str(error))
+            await self._fail(str(error))
+        except Exception as error:
+            _log.exception("whoever brings the instance up has failed")
+            await self._fail(f"{type(error).__name__}: {error}")
+            raise
+
+    async def _fail(self, reason: str) -> None:
+        if self._instance.lifecycle.state is not State.FAILED:
+            await self._instance.fail(reason)
 
     async def _from_disk(self) -> None:
         instance = self._instance
@@ -97,13 +105,11 @@ class BringUp:
         await instance.allocate(await self._files_in_time())
         instance.lifecycle.to(State.DUMMY)
         try:
-            limit = asyncio.timeout(self._seconds_left + OVERTIME_SECONDS)
-            async with limit, asyncio.TaskGroup() as group:
-                group.create_task(instance.capture())
-                group.create_task(self._fill())
-        except* EngineError as errors:
-            await self._fall_back(errors.exceptions[0])
-        except* TimeoutError:
+            async with asyncio.timeout(self._seconds_left + OVERTIME_SECONDS):
+                await jointly(instance.capture(), self._fill())
+        except EngineError as error:
+            await self._fall_back(error)
+        except TimeoutError:
             await self._fall_back(self._too_late(f"still {instance.lifecycle.state}"))
 
     async def _fall_back(self, error: Exception) -> None:

@@ -25,8 +25,8 @@ from engine_service.core.parcel_sources import DiskParcels, ParcelSource, fetch
 from engine_service.core.rank_commands import Passed
 from engine_service.core.ranks import RankGroup
 from engine_service.core.recovery_plan import RecoveryPlan
-from engine_service.errors import EngineError
 from relay_service.core.manifest import Manifest
+from relay_service.core.together import jointly
 
 DISK = "disk"
 """What names the model folder as the only source."""
@@ -69,14 +69,10 @@ class Gatherer:
         Raises `RecoveryFailed` where nobody gives what is missing, `ArenaError` for bytes that
         are not what they should be, `RankDied`.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._start(start))
-                tasks.create_task(self._copy(planned, memories, report))
-                if planned.missing:
-                    tasks.create_task(self._pull(planned, options, report))
-        except* EngineError as errors:
-            raise errors.exceptions[0] from errors
+        parts = [self._start(start), self._copy(planned, memories, report)]
+        if planned.missing:
+            parts.append(self._pull(planned, options, report))
+        await jointly(*parts)
 
     async def _start(self, start: Awaitable[None]) -> None:
         await start

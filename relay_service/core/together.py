@@ -1,7 +1,8 @@
 """Runs several things at once and ends only when all of them have ended. Plain Python.
 
-A task group would hand out an `ExceptionGroup`, and leaving threads behind would
-let them write into memory that is about to be unmapped.
+A task group would hand out an `ExceptionGroup`, out of which `except*` makes one error on some
+Pythons only; and leaving threads behind would let them write into memory that is about to be
+unmapped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ async def together(*parts: Coroutine[Any, Any, T]) -> list[T]:
             raise result
         done.append(result)
     return done
+
+
+async def jointly(*parts: Coroutine[Any, Any, Any]) -> None:
+    """Awaits every part; one that fails ends the others, and its error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for part in parts:
+                group.create_task(part)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
 
 
 async def in_thread(

@@ -6,7 +6,7 @@ import threading
 import pytest
 from fakes import eventually
 
-from relay_service.core.together import in_thread, together
+from relay_service.core.together import in_thread, jointly, together
 
 
 async def test_results_in_order():
@@ -36,6 +36,45 @@ async def test_a_failure_waits_for_the_others():
     with pytest.raises(ValueError, match="first"):
         await together(fails(), works())
     assert ended == [True]
+
+
+@pytest.mark.parametrize("ends_with", [None, KeyError("second")])
+async def test_a_failure_ends_the_others(ends_with):
+    """Whatever they do when they are cancelled; the first error is raised, and is no group."""
+    began, ended = asyncio.Event(), []
+
+    async def fails() -> None:
+        await began.wait()
+        raise ValueError("first")
+
+    async def works() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+            if ends_with:
+                raise ends_with
+
+    with pytest.raises(ValueError, match="first"):
+        await jointly(fails(), works())
+    assert ended == [True]
+
+
+async def test_what_is_cancelled_ends_its_parts():
+    """As a time limit does."""
+    ended = []
+
+    async def works() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await jointly(works(), works())
+    assert ended == [True, True]
 
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -56,12 +57,13 @@ class PingCounter:
     async def _copy(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
     ) -> None:
-        while data := await reader.read(1 << 16):
-            # gRPC writes a ping of a silent connection by itself.
-            is_ping = len(data) == FRAME_HEADER_BYTES + 8 and data[3] == PING and data[4] == 0
-            self.pings += side == "client" and is_ping
-            writer.write(data)
-            await writer.drain()
+        with suppress(ConnectionError):  # either side may go first
+            while data := await reader.read(1 << 16):
+                # gRPC writes a ping of a silent connection by itself.
+                is_ping = len(data) == FRAME_HEADER_BYTES + 8 and data[3] == PING and data[4] == 0
+                self.pings += side == "client" and is_ping
+                writer.write(data)
+                await writer.drain()
         writer.close()
 
 
