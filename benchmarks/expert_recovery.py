@@ -4,10 +4,11 @@ Real services on loopback: a random model with experts in four ranks (`--ep 4`),
 weights in another instance of two. In every round rank 1 is killed (SIGKILL) once in each way,
 while an answer streams:
 
-    new rank, relay     a rank is started in its place, and filled from the other instance
-    spare rank, relay   the same, with a process that stood ready (`--spare-ranks 1`)
+    spare rank, relay   a process that stood ready takes its place, and is filled from the other
+                        instance: as it is by default
+    new rank, relay     the same, with a process that is started then (`--spare-ranks 0`)
     spare slots, relay  the ranks that live have slots for replicas (`--redundant-experts`)
-    new rank, disk      a rank is started in its place, and filled from the model folder
+    spare rank, disk    a process that stood ready, filled from the model folder
     full reload, disk   policy `fail`: the whole instance starts again by itself and loads
     full reload, relay  the same as a dummy, which is filled from the other instance
 
@@ -64,20 +65,25 @@ class Way:
     """Whether the same instance serves all rounds; else each has a fresh one."""
 
     @property
+    def spares(self) -> int:
+        """How many processes stand ready to be ranks."""
+        return int(self.recovers and "--spare-ranks" not in self.arguments)
+
+    @property
     def recovers(self) -> bool:
         """Whether ranks that live go on."""
         return "recover" in self.arguments
 
 
 _RECOVER = ("--on-rank-loss", "recover")
-_SPARE = (*_RECOVER, "--spare-ranks", "1")
+_NEW = (*_RECOVER, "--spare-ranks", "0")
 _RESTART = ("--on-rank-death", "restart")
-RECOVERY, RELOAD = "new rank, relay", "full reload, disk"
+RECOVERY, RELOAD = "spare rank, relay", "full reload, disk"
 WAYS = (
-    Way("spare rank, relay", _SPARE, lasts=True),
     Way(RECOVERY, _RECOVER, lasts=True),
+    Way("new rank, relay", _NEW, lasts=True),
     Way("spare slots, relay", (*_RECOVER, "--redundant-experts", str(REPLICAS))),
-    Way("new rank, disk", _RECOVER, relay=False),
+    Way("spare rank, disk", _RECOVER, relay=False),
     Way(RELOAD, _RESTART, relay=False),
     Way("full reload, relay", (*_RESTART, "--load-format", "dummy")),
 )
@@ -106,7 +112,7 @@ class Bench:
             engine = self._instance(way, round_only)
             await rank_loss.whole(engine)
             page_cache.warm(self._model.files)
-            await rank_loss.quiet(engine.processes)
+            await rank_loss.quiet(engine.processes, 1 + RANKS + way.spares)
             minimum = await self._minimum(engine)
             loss = await rank_loss.lose(engine, rank_loss.VICTIM)
             await rank_loss.whole(engine)

@@ -92,15 +92,16 @@ async def whole(engine: Service) -> None:
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-async def quiet(pids: Callable[[], Sequence[int]]) -> None:
-    """Waits until processes have nothing to do: those that stand ready have imported."""
+async def quiet(pids: Callable[[], Sequence[int]], count: int) -> None:
+    """Waits until there are so many processes, and they have nothing to do: all have imported."""
     async with asyncio.timeout(LIMIT_SECONDS):
         while True:
             with suppress(FileNotFoundError):
                 known = pids()
                 before = table.cpu_seconds(known)
                 await asyncio.sleep(QUIET_SECONDS)
-                if table.cpu_seconds(known) - before < QUIET_SHARE * QUIET_SECONDS:
+                used = table.cpu_seconds(known) - before
+                if len(known) == count and used < QUIET_SHARE * QUIET_SECONDS:
                     return
 
 

@@ -89,8 +89,13 @@ def engine(
         float, typer.Option(help="Seconds in which lost experts must be back.")
     ] = 120,
     spare_ranks: Annotated[
-        int, typer.Option(help="Processes that stand ready in the place of lost ranks.", min=0)
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Processes that stand ready in the place of lost ranks.",
+            min=0,
+            show_default="those of a group with --on-rank-loss recover, else none",
+        ),
+    ] = None,
     on_rank_death: Annotated[
         str, typer.Option(help="exit or restart, when a rank dies that has served.")
     ] = "exit",

@@ -95,8 +95,9 @@ class EngineConfig:
     """Requests while experts are lost: `hold` them, or `route` them past those, and say so."""
     recovery_deadline_seconds: float = 120.0
     """Time in which lost experts must be back; an instance that holds requests fails then."""
-    spare_ranks: int = 0
-    """Processes that stand ready to be ranks in the place of lost ones."""
+    spare_ranks: int | None = None
+    """Processes that stand ready to be ranks in the place of lost ones; by default as many as a
+    group has ranks, where what was lost is recovered, else none."""
     prefill_chunk_tokens: int = 512
     """Most prompt tokens that one step computes, so that running answers go on meanwhile."""
     keep_arena_seconds: float = 0.0
@@ -129,7 +130,7 @@ class EngineConfig:
         self._check_keeping()
         self._check_losses()
         for name in ("redundant_experts", "lease_wait_seconds", "spare_ranks"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} is below 0", field=name)
         for name in (
             "tensor_parallel_size", "expert_parallel_size", "collective_timeout_seconds",
@@ -156,7 +157,7 @@ class EngineConfig:
 
     def _check_losses(self) -> None:
         field = "on_rank_loss" if self.on_rank_loss != "fail" else "spare_ranks"
-        if self.on_rank_loss == "fail" and not self.spare_ranks:
+        if self.on_rank_loss == "fail" and not self.spares:
             return
         if self.expert_parallel_size < 2:
             raise ConfigError(
@@ -170,6 +171,13 @@ class EngineConfig:
                 field=field, expected="device cpu", found=self.device,
                 hint="use --device cpu, or leave --on-rank-loss fail",
             )  # fmt: skip
+
+    @property
+    def spares(self) -> int:
+        """How many processes stand ready in the place of lost ranks."""
+        if self.spare_ranks is not None:
+            return self.spare_ranks
+        return self.tensor_parallel_size if self.on_rank_loss == "recover" else 0
 
     @property
     def started_as(self) -> str:

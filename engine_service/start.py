@@ -16,10 +16,7 @@ async def serve(config: EngineConfig) -> str:
     Returns the address at which to start again, if it shall. Raises `EngineError` when it
     cannot listen, or can never be ready.
     """
-    ranks = await RankGroup.spawn(
-        config.ranks, config.threads_per_rank,
-        outlives=config.outlives, spares=config.spare_ranks,
-    )  # fmt: skip
+    ranks = await RankGroup.spawn(config.ranks, config.threads_per_rank, outlives=config.outlives)
     try:
         from engine_service import app
 

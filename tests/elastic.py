@@ -100,6 +100,8 @@ class World:
         self.disk_version = "v1"
         self.taken: list[str] = []
         """Units that were read from disk."""
+        self.stand_ready = list[int]().append
+        """Told how many processes shall be ready."""
 
     def spare(self, rank: int) -> FakeRank:
         worker = FakeRank(self, rank)
@@ -388,8 +390,8 @@ class FakeSpares:
         await asyncio.sleep(0)
         return self._world.spare(rank)
 
-    async def fill(self, _count: int) -> None:
-        pass
+    async def fill(self, count: int) -> None:
+        self._world.stand_ready(count)
 
     async def stop(self) -> None:
         pass

@@ -148,6 +148,8 @@ class CheckProbe(msgspec.Struct, frozen=True, tag=True):
     """Runs a recorded probe, eager and replayed, and compares. Answered by `Done`."""
 
     probe: bytes
+    steps: int | None = None
+    """Only so many of its first steps; by default all."""
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):

@@ -61,15 +61,12 @@ class RankGroup(RankCommands):
         """Of each rank's arena; the first one carries header and seal."""
 
     @staticmethod
-    async def spawn(
-        ranks: int, threads: int, *, outlives: bool = False, spares: int = 0
-    ) -> RankGroup:
-        """Starts the worker processes, and some to stand ready; they import and wait."""
+    async def spawn(ranks: int, threads: int, *, outlives: bool = False) -> RankGroup:
+        """Starts the worker processes; they import and wait."""
         shared = (os.memfd_create("seedrelay-rendezvous"),) if ranks > 1 else ()
         workers = [await spawn(rank, threads, shared) for rank in range(ranks)]
-        ready = SpareRanks(threads, shared)
-        await ready.fill(spares)
-        return RankGroup(workers, *shared, outlives=outlives, spares=ready)
+        spares = SpareRanks(threads, shared)
+        return RankGroup(workers, *shared, outlives=outlives, spares=spares)
 
     async def stage(self, commands: Sequence[Command], kind: type[R]) -> list[R]:
         """Gives each rank a command that stages weights; like `all`, while steps go on.

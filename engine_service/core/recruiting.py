@@ -28,6 +28,9 @@ from engine_service.core.ranks import RankGroup
 from engine_service.core.recovery_plan import Holder, RecoveryPlan, awaited, plan
 from engine_service.errors import EngineError, NotReady, RankDied
 
+PROVING_STEPS = 3
+"""Of the probe: the prompt, whose tokens go to many experts, and two that are replayed. Each block
+is known by its digest already; what is to be proven is that these ranks compute together."""
 BUILD_SECONDS = 60.0
 """Longest time for fresh ranks to import what they are made of, build their models, capture."""
 
@@ -164,7 +167,8 @@ class Recruiting:
         instance = self._instance
         seconds = 2 * instance.config.collective_timeout_seconds
         try:
-            await instance.ranks.in_time(CheckProbe(instance.probe), Done, seconds)
+            command = CheckProbe(instance.probe, PROVING_STEPS)
+            await instance.ranks.in_time(command, Done, seconds)
         except RankDied:
             raise
         except EngineError as error:

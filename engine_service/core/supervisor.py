@@ -89,17 +89,17 @@ class Supervisor:
         """Asks ranks that nobody asks anything whether they live. Raises `RankDied`.
 
         Also where one hangs in what needs no other rank, and all others have long answered. Has
-        others stand ready in the place of those that were needed, too: now and then, since to
-        start them right after a recovery would hold up the answers that waited for it.
+        processes stand ready in the place of ranks, too: now and then, since to start them along
+        with an instance, or right after a recovery, would hold up those who wait for it.
         """
         ranks, config = self._instance.ranks, self._instance.config
         beat = config.collective_timeout_seconds / 4
         while True:
             await asyncio.sleep(beat)
-            if not self.recovery.progress:
-                await ranks.spares.fill(config.spare_ranks)
             if not self._may_survive:
                 continue
+            if not self.recovery.progress:
+                await self._have_spares()
             now, since = time.monotonic(), ranks.awaited_since
             late = [worker for worker in ranks.workers if worker.owed]
             if late and since and now - since > config.patience_seconds:
@@ -107,6 +107,12 @@ class Supervisor:
             if now - ranks.quiet_since > beat and not ranks.ordered.locked():
                 with suppress(RanksLost):  # others are members since
                     await ranks.in_time(Beat(), Done, config.patience_seconds)
+
+    async def _have_spares(self) -> None:
+        try:
+            await self._instance.ranks.spares.fill(self._instance.config.spares)
+        except OSError as error:  # a rank that is lost can be started when it is
+            _log.warning("no process could be started to stand ready: %s", error)
 
     @property
     def _may_survive(self) -> bool:

@@ -8,6 +8,7 @@ one also eagerly. It compares logits at each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import msgspec
 import torch
@@ -61,17 +62,19 @@ def record(runner: Runner, cache: KVCache, vocab_size: int) -> bytes:
     return msgspec.msgpack.encode(Probe(prompt, tuple(steps)))
 
 
-def check(probe: bytes, runner: Runner, cache: KVCache, vocab_size: int, limit: float) -> None:
-    """Runs a recorded probe, eager and replayed, and compares.
+def check(
+    probe: bytes, runner: Runner, cache: KVCache, vocab_size: int, limit: float,
+    steps: int | None = None,
+) -> None:  # fmt: skip
+    """Runs a recorded probe, eager and replayed, and compares; `steps` of it, or all.
 
     `limit` bounds the difference of logits, relative to the largest recorded one.
     Raises `ProbeMismatch` saying where, what was expected and what was found.
     """
     recorded = _decode(probe, vocab_size, cache.max_positions)
     with torch.inference_mode():
-        for number, (position, tokens) in enumerate(
-            _feed(recorded.prompt, list(recorded.steps), cache.max_positions)
-        ):
+        passes = _feed(recorded.prompt, list(recorded.steps), cache.max_positions)
+        for number, (position, tokens) in enumerate(islice(passes, steps)):
             row, expected = Row(tokens, position, cache.scratch[0], 0, Sampling()), recorded.steps
             if number < _EAGER_STEPS:
                 _compare(expected[number], runner.prefill(row)[0], limit, f"step {number}, eager")

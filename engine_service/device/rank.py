@@ -203,9 +203,10 @@ class Rank:
             self.check_probe(recorded)
         return messages.Recorded(recorded)
 
-    def check_probe(self, recorded: bytes) -> None:
-        """Raises `ProbeMismatch` when the weights compute something else."""
-        probe.check(recorded, self.runner, self.cache, self.config.vocab_size, self.tolerance)
+    def check_probe(self, recorded: bytes, steps: int | None = None) -> None:
+        """Raises `ProbeMismatch` when the weights compute something else, in so many steps."""
+        known = self.runner, self.cache, self.config.vocab_size
+        probe.check(recorded, *known, self.tolerance, steps)
 
     @property
     def tolerance(self) -> float:

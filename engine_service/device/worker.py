@@ -204,7 +204,7 @@ class Worker:
             case messages.RecordProbe():
                 reply = rank.record_probe()
             case messages.CheckProbe():
-                rank.check_probe(command.probe)
+                rank.check_probe(command.probe, command.steps)
             case messages.CutOff():
                 reply = messages.Moved(rank.arena.replace_backing())
             case messages.Commit():

@@ -44,6 +44,19 @@ def test_what_works(policy):
 
 
 @pytest.mark.parametrize(
+    ("policy", "wanted", "ready"),
+    [
+        ("recover", None, 3), ("recover", 0, 0), ("recover", 1, 1), ("degrade", None, 0),
+        ("degrade", 2, 2), ("fail", None, 0),
+    ],
+)  # fmt: skip
+def test_who_stands_ready(policy, wanted, ready):
+    """Where ranks are recovered, those of a group, unless somebody says otherwise."""
+    settings = {"tensor_parallel_size": 3, "spare_ranks": wanted, **GROUPS}
+    assert config(on_rank_loss=policy, **settings).spares == ready
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--on-rank-loss", "degrade"), "name --ep above 1"),

@@ -173,6 +173,23 @@ async def test_routed_past_what_is_lost(elastic):
     assert await one.tokens() == expected, "KV of a degraded time was used"
 
 
+async def test_no_process_can_be_started_to_stand_ready(elastic):
+    """It would have saved time; nobody who is served notices."""
+    one, asked = elastic(8, 4), []
+
+    def full(count: int) -> None:
+        asked.append(count)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    one.world.stand_ready = full
+    expected = await one.tokens()
+    await eventually(lambda: len(asked) > 2)
+    assert set(asked) == {1}
+    one.ranks[1].die()
+    await whole(one, 4)
+    assert await one.tokens() == expected
+
+
 async def test_the_folder_holds_other_weights(elastic):
     """S67: what comes must be what was lost, of the current version; else it stays lost."""
     one = elastic(8, 4, on_rank_loss="degrade")

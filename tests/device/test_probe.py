@@ -77,6 +77,18 @@ def test_a_graph_on_other_tensors_is_told_apart(tied, recorded):
         rank.check_probe(recorded)
 
 
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_so_many_steps(captured, recorded, wrong):
+    """Those that are asked for are compared, and no other."""
+    steps = list(msgspec.msgpack.decode(recorded, type=Probe).steps)
+    logits = tuple(one + 100 for one in steps[wrong].logits)
+    steps[wrong] = msgspec.structs.replace(steps[wrong], logits=logits)
+    other = _changed(recorded, steps=tuple(steps))
+    captured.check_probe(other, wrong)
+    with pytest.raises(ProbeMismatch, match=f"step {wrong}, replayed"):
+        captured.check_probe(other, wrong + 1)
+
+
 def test_dummy_weights_are_told_apart(tied, recorded):
     """An arena of zeros computes zeros."""
     with pytest.raises(ProbeMismatch):

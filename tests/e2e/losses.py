@@ -108,8 +108,9 @@ class Elastic:
     def start(self, *flags: str) -> Service:
         """Starts an engine whose ranks may be lost."""
         recover = () if "--on-rank-loss" in flags else ("--on-rank-loss", "recover")
+        spares = () if "--spare-ranks" in flags else ("--spare-ranks", "0")
         patience = "--collective-timeout", str(COLLECTIVE_SECONDS)
-        return self.plain(*recover, *patience, *flags)
+        return self.plain(*recover, *spares, *patience, *flags)
 
     def plain(self, *flags: str) -> Service:
         """Starts an engine of the same weights."""

@@ -32,6 +32,7 @@ async def test_scaled_up_and_down(stage: Stage, tmp_path: Path) -> None:
     await scene.ready()
     engine, before = scene.engine, await scene.found()
     first = await _pids(engine)
+    await eventually(lambda: len(engine.processes()) == 1 + 2 + 1)
     (spare,) = set(engine.processes()[1:]) - set(first)
 
     streams = await scene.streams()
@@ -40,7 +41,7 @@ async def test_scaled_up_and_down(stage: Stage, tmp_path: Path) -> None:
     assert (await _pids(engine))[:3] == [*first, spare], "the one that stood ready was not taken"
     await scene.go_on(streams)
     assert digests(await scene.found()) == digests(before)
-    await eventually(lambda: len(engine.processes()) == 1 + 4 + 1)  # another one stands ready
+    await eventually(lambda: len(engine.processes()) == 1 + 4 + 1)
 
     shown = await _experts("show", engine.address)
     file = stage.folder / "map.json"
