@@ -10,7 +10,8 @@ Every method moves the same bytes out of one sealed arena, in interleaved rounds
     gloo         isend and irecv of all pieces at once between two processes, not verified
 
 All fill the same pages, those of one arena; for a pull it is attached as a new dummy. Before each
-move it is zeroed, after it its bytes are compared with the source; neither is timed.
+move it is zeroed, and all processes have done with the one before (a relay unmaps the arena of a
+target that has left); after it its bytes are compared with the source. None of that is timed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -66,6 +68,8 @@ COLUMNS = {
     "target_cpu_seconds_per_gib": "target CPU s/GiB",
     "seed_cpu_seconds_per_gib": "seed CPU s/GiB",
 }
+IDLE_SECONDS, IDLE_CPU_SECONDS = 0.1, 0.02
+SETTLE_SECONDS = 20.0
 BARE_SOCKETS = ("bare_sockets", "bare_sockets_lowat")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -93,6 +97,8 @@ class Bench:
         self.source = seed.map()
         fd, self.scratch = new_arena("scratch", self.layout)
         self.shared = Shared(os.getpid(), fd, self.layout)
+        self.everyone: list[int] = []
+        """All processes that move bytes."""
         self._targets = 0
 
     async def memcpy(self) -> float:
@@ -147,11 +153,20 @@ class Bench:
         ctypes.memset(self.scratch.address, 0, self.scratch.data_bytes)
         yield self.scratch
 
+    async def settle(self, pids: Sequence[int]) -> None:
+        """Waits until processes have nothing to do any more."""
+        async with asyncio.timeout(SETTLE_SECONDS):
+            before = -math.inf
+            while (used := table.cpu_seconds(pids)) - before > IDLE_CPU_SECONDS:
+                before = used
+                await asyncio.sleep(IDLE_SECONDS)
+
     async def measure(self, method: Method, number: int) -> table.Row:
         """Moves the bytes once, checks that they have landed, and returns the row."""
         gib = self.layout.weight_bytes / (1 << 30)
         groups = {"source": method.sources, "target": method.targets, "seed": [self.seed.pid]}
         async with method.target() as arena:
+            await self.settle(self.everyone)
             before = {side: table.cpu_seconds(pids) for side, pids in groups.items()}
             began = time.perf_counter()
             seconds = await method.move()
@@ -198,6 +213,7 @@ async def compare(units: int, rounds: int, folder: Path) -> list[table.Row]:
             bench.by_peers("bare_grpc", [server], client, [called]),
             bench.by_peers("gloo", [sender], receiver, [send, receive]),
         ]
+        bench.everyone = sorted({p for one in methods for p in (*one.sources, *one.targets)})
         # The first round connects, warms up, and does not count.
         rows = [await bench.measure(m, number) for number in range(rounds + 1) for m in methods]
     return [row for row in rows if row["round"]]
