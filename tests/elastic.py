@@ -35,21 +35,11 @@ from engine_service.core.member_messages import (
     UnitsRead,
 )
 from engine_service.core.membership import Membership, MembershipState, members_of
-from engine_service.core.messages import (
-    Allocated,
-    Capture,
-    Captured,
-    CheckProbe,
-    Done,
-    Row,
-    Sampled,
-    Sampling,
-    Start,
-    Step,
-)
+from engine_service.core.messages import Allocated, Capture, Captured, CheckProbe, Done, Start
 from engine_service.core.ranks import RankGroup
 from engine_service.core.request import Finish, GenerationRequest
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Row, Sampled, Sampling, Step
 from engine_service.core.supervisor import Supervisor
 from engine_service.core.update_messages import DropStaging
 from engine_service.errors import ArenaError, CollectiveFailed, ProbeMismatch, RankDied

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_service.core.messages import Row, Sampled, TokenLogprobs
+from engine_service.core.step_messages import Row, Sampled, TokenLogprobs
 from relay_service.core.attachment import (
     Accepted,
     Attach,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.engine import Engine
-from engine_service.core.messages import TokenLogprobs
 from engine_service.core.request import Finish, GenerationRequest, Sequence, TokenEvent
+from engine_service.core.step_messages import TokenLogprobs
 from engine_service.core.stops import StopFinder
 from engine_service.core.versions import Span, Spans
 from relay_service.core.instance import Weights

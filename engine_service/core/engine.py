@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from engine_service.core.gate import Gate, Ticket
-from engine_service.core.messages import Row, Sampled
 from engine_service.core.ports import Runner
 from engine_service.core.prefix import apart
 from engine_service.core.request import Finish, GenerationRequest, Sequence, answers_to
 from engine_service.core.rows import row_of
 from engine_service.core.scheduler import Scheduler
+from engine_service.core.step_messages import Row, Sampled
 from engine_service.errors import EngineError, NotReady, RankDied, WrongState
 from relay_service.core.instance import Weights
 

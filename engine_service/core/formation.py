@@ -101,10 +101,6 @@ class Formation:
         if instance.membership:
             instance.membership = replace(instance.membership, reason=reason)
 
-    def name(self, manifests: Sequence[Manifest]) -> list[Manifest]:
-        """Returns manifests of ranks, by rank, with the digests that their units must have."""
-        return [self._named(rank % self.parts, manifest) for rank, manifest in enumerate(manifests)]
-
     def _named(self, part: int, manifest: Manifest) -> Manifest:
         def known(unit: Unit) -> Unit:
             return msgspec.structs.replace(unit, digests=self._digests[part, unit.name])
@@ -115,7 +111,7 @@ class Formation:
     def _follow(self, manifests: Sequence[Manifest]) -> None:
         """Says what lies where now. The weights are the same, and so is KV."""
         instance, weights = self.instance, self.instance.engine.weights
-        instance.manifests = self.name(manifests)
+        instance.manifests = [self._named(rank % self.parts, m) for rank, m in enumerate(manifests)]
         digest = weights_digest(instance.manifests)
         instance.engine.weights = Weights(
             weights.version, digest, weights.epoch + 1, weights.kv_origin or kv_origin(weights)

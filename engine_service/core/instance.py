@@ -1,4 +1,4 @@
-"""One life of an instance: its ranks, its weights, its tie to a relay. Plain Python.
+"""One life of an instance: its ranks and its weights. Plain Python.
 
 Holds the parts and the steps; `bring_up` and `fill` put the steps in order.
 """
@@ -19,32 +19,20 @@ from engine_service.core.expert_map import ExpertMap
 from engine_service.core.lifecycle import Lifecycle
 from engine_service.core.load_report import LoadReport
 from engine_service.core.membership import Membership, MembershipState, members_of
-from engine_service.core.messages import (
-    Capture,
-    Captured,
-    Recorded,
-    RecordProbe,
-    Start,
-)
+from engine_service.core.messages import Capture, Captured, Recorded, RecordProbe, Start
 from engine_service.core.model_files import stated_dtype
 from engine_service.core.pausing import Pauser
-from engine_service.core.phases import Phases
-from engine_service.core.ports import (
-    ExpertRecovery,
-    FillProgress,
-    FillReport,
-    OpenLink,
-    RelayLink,
-)
+from engine_service.core.ports import ExpertRecovery, FillProgress, FillReport, OpenLink
 from engine_service.core.rank_config import RankConfig
 from engine_service.core.ranks import RankGroup
 from engine_service.core.recovery_tally import RecoveryTally
+from engine_service.core.relay_tie import RelayTie
 from engine_service.core.replies import quiet
 from engine_service.core.tokenizer import TextCodec
 from engine_service.core.turn import Turn
 from engine_service.core.update_request import UpdateProgress
 from engine_service.core.version_history import VersionHistory
-from engine_service.errors import ConfigError, NotReady, WrongState
+from engine_service.errors import ConfigError, NotReady
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import State, Weights
@@ -62,7 +50,7 @@ class Identity:
     model: str
 
 
-class Instance:
+class Instance(RelayTie):
     """The parts of an instance, and the steps of its life."""
 
     def __init__(
@@ -73,10 +61,10 @@ class Instance:
         engine: Engine,
         open_link: OpenLink,
     ) -> None:
+        super().__init__(ranks, open_link)
         self.config = config
         self.identity = identity
         self.lifecycle = Lifecycle()
-        self.ranks = ranks
         self.engine = engine
         self.pauser = Pauser(engine, self.lifecycle, self._trim_memory)
         self.turn = Turn()
@@ -86,7 +74,6 @@ class Instance:
         """Says how far an update is, while there is one."""
         self.interrupt_update: Callable[[str], object] = lambda _reason: None
         """Ends an update that is not being applied, with a reason."""
-        self.phases = Phases()
         self.codec: TextCodec | None = None
         self.has_served = False
         """Whether it was ever ready."""
@@ -99,7 +86,6 @@ class Instance:
         """Brings back what lost ranks held; none where ranks cannot be replaced."""
         self.recoveries = RecoveryTally()
         self.probe = b""
-        self.link: RelayLink | None = None
         self.fill_report: FillReport | None = None
         self.load_reports: list[LoadReport] = []
         """By rank, of weights from disk."""
@@ -107,13 +93,10 @@ class Instance:
         """How far a fill is, while there is one."""
         self.last_check: CheckReport | None = None
         """What was found when the weights were last checked, if ever."""
-        self.lent = False
-        """Whether a relay was asked to write into the arenas, and may still be able to."""
         self.reclaimed = False
         """Whether the first weights were those of the former life, which a relay kept."""
         self.touched = False
         """Whether anything but zeros may lie in the arenas."""
-        self.open_link = open_link
         self.files: dict[str, bytes] = {}
         """Small files of the model, by name; empty until they are known."""
         self._capturing: asyncio.Future[None] | None = None
@@ -207,61 +190,6 @@ class Instance:
         """Gives up for good, and says so."""
         self.lifecycle.to(State.FAILED, reason)
         await self.tell_relay()
-
-    def link_to(self, relay: str) -> RelayLink:
-        """Returns the link to the relay of this host. Raises `WrongState` for another one."""
-        if self.link is None:
-            self.link = self.open_link(relay)
-        elif self.link.address != relay:
-            raise WrongState(
-                f"attached to {self.link.address} already",
-                field="relay", expected=self.link.address, found=relay,
-            )  # fmt: skip
-        return self.link
-
-    async def attach(self, relay: str) -> RelayLink:
-        """Attaches to the relay of this host. Raises `RelayUnreachable` or `ConfigError`."""
-        link = self.link_to(relay)
-        try:
-            with self.phases.measure("attach"):
-                await link.attach(
-                    self.describe, lambda: [fd for one in self.ranks.descriptors for fd in one]
-                )
-        except ConfigError:
-            await self.leave_relay()  # denied for good; another one may still be named
-            raise
-        return link
-
-    async def leave_relay(self) -> None:
-        """Lets go of the relay, which can write no more then."""
-        if self.link:
-            await self.take_back(self.link)
-            link, self.link = self.link, None
-            await link.close()
-
-    async def take_back(self, link: RelayLink) -> list[Manifest]:
-        """Makes sure that nobody but the ranks can write to the arenas any more.
-
-        A relay that does not say that it gave up writing is cut off; then the manifests
-        of what lies in the fresh memory are returned.
-        """
-        moved: list[Manifest] = []
-        if self.lent and not await link.return_mapping():
-            _log.warning("the relay did not return its mapping: moving the arenas away from it")
-            link.detach()
-            moved = await self.ranks.cut_off()
-        self.lent = False
-        return moved
-
-    def attach_anew(self) -> None:
-        """Has the relay see the arenas of other ranks than before; the link does it by itself."""
-        if self.link:
-            self.link.detach()
-
-    async def tell_relay(self) -> None:
-        """Tells the relay, if there is one, how the instance changed."""
-        if self.link:
-            await self.link.update()
 
     def describe(self) -> Attach:
         """Describes the instance as it is now."""

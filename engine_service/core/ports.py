@@ -12,7 +12,7 @@ from engine_service.core.membership import (
     OnExpertProgress,
     RecoverOptions,
 )
-from engine_service.core.messages import Row, Sampled
+from engine_service.core.step_messages import Row, Sampled
 from relay_service.core.attachment import Attach
 from relay_service.core.format import Format, Placement
 from relay_service.core.instance import Instance

@@ -10,22 +10,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from engine_service import errors
-from engine_service.core.messages import (
-    Allocated,
-    Command,
-    CutOff,
-    Moved,
-    Reply,
-    Restore,
-    Restored,
-    Row,
-    Sampled,
-    Step,
-)
+from engine_service.core.messages import Allocated, Command, CutOff, Moved, Reply, Restore, Restored
 from engine_service.core.rank_commands import RankCommands
 from engine_service.core.rank_worker import RankWorker, spawn
 from engine_service.core.spare_ranks import SpareRanks
 from engine_service.core.staging_streams import StagingStreams
+from engine_service.core.step_messages import Row, Sampled, Step
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from relay_service.core.manifest import Manifest
 

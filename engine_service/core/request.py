@@ -11,8 +11,8 @@ from enum import StrEnum
 import msgspec
 
 from engine_service.core.blocks import Key
-from engine_service.core.messages import Sampling, TokenLogprobs
 from engine_service.core.ports import Constraint
+from engine_service.core.step_messages import Sampling, TokenLogprobs
 from relay_service.core.instance import Weights
 
 _ids = itertools.count(1)

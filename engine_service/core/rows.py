@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine_service.core.messages import Row
 from engine_service.core.request import Sequence
+from engine_service.core.step_messages import Row
 
 
 def row_of(sequence: Sequence) -> Row:

@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from engine_service.core.blocks import BlockPool
-from engine_service.core.messages import Sampled, TokenLogprobs
 from engine_service.core.prefix import publish, reuse
 from engine_service.core.request import (
     Finish,
@@ -19,6 +18,7 @@ from engine_service.core.request import (
     TokenEvent,
     answers_to,
 )
+from engine_service.core.step_messages import Sampled, TokenLogprobs
 from engine_service.errors import EngineError, InvalidRequest, QueueFull, RequestExists
 from relay_service.core.instance import Weights
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Row
+from engine_service.core.step_messages import Row
 from engine_service.device.kv_cache import KVCache
 from engine_service.errors import InvalidRequest
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device import precompiled
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.capture import Graph, kinds, prove, trace

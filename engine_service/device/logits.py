@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Row, Sampling, TokenLogprobs
+from engine_service.core.step_messages import Row, Sampling, TokenLogprobs
 
 _OUT = float("-inf")
 _BITS = torch.arange(8, dtype=torch.uint8)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.runner import Runner
 from engine_service.device.sampler import sample

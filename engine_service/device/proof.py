@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.core.update_messages import ProveStaged
 from engine_service.device import parallel, probe
 from engine_service.device.arena import Weights

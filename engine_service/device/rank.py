@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine_service.core import messages
 from engine_service.core.member_messages import ReadUnits, Rejoin, UnitsRead
+from engine_service.core.step_messages import Row, Sampled
 from engine_service.device import probe
 from engine_service.device.audit import audit
 from engine_service.device.checking import WeightChecker
@@ -183,7 +184,7 @@ class Rank:
         """See `unit_reading.read_units`."""
         return read_units(self, fd, command, progress)
 
-    def step(self, rows: tuple[messages.Row, ...]) -> messages.Sampled:
+    def step(self, rows: tuple[Row, ...]) -> Sampled:
         """Runs a batch. Raises `WrongState` while the weights are not committed."""
         if not (self.arena.sealed and self.arena.whole):
             raise WrongState("the weights are not committed: nothing is served from them")

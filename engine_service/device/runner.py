@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine_service.core.messages import Row, Sampled, TokenLogprobs
+from engine_service.core.step_messages import Row, Sampled, TokenLogprobs
 from engine_service.device.batch import Batch, make_batch
 from engine_service.device.kv_cache import KVCache
 from engine_service.device.logits import logprobs

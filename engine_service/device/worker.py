@@ -25,6 +25,7 @@ from engine_service.core import messages
 from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
 from engine_service.core.member_messages import Beat, Place, ReadUnits, Rejoin, TakeUnits
+from engine_service.core.step_messages import Step
 from engine_service.core.update_messages import ApplyUpdate, Trimmed, TrimMemory
 from engine_service.device.importing import import_rank
 from engine_service.device.plan import Plan, plan
@@ -84,7 +85,7 @@ class Worker:
             except Exception as error:
                 _log.exception("%s failed", type(command).__name__)
                 self._replies.fail(error)
-                if isinstance(command, messages.Step | MoveExperts | ApplyUpdate | Place):
+                if isinstance(command, Step | MoveExperts | ApplyUpdate | Place):
                     raise
 
     def _ends(self, command: messages.Command, error: Exception) -> bool:
@@ -174,7 +175,7 @@ class Worker:
     def _run(self, command: messages.Command) -> messages.Reply:
         rank = self._built(command)
         match command:
-            case messages.Step():
+            case Step():
                 return rank.step(command.rows)
             case messages.LoadDisk():
                 return rank.load(

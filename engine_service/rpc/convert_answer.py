@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine_service.core.answers import Ending, Piece
-from engine_service.core.messages import TokenLogprobs
 from engine_service.core.request import Finish
+from engine_service.core.step_messages import TokenLogprobs
 from engine_service.core.versions import Span
 from seedrelay.v1 import engine_pb2
 

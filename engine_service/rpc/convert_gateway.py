@@ -15,9 +15,9 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from engine_service.core.answers import Ending, Piece
-from engine_service.core.messages import TokenLogprobs
 from engine_service.core.ports import Constraint
 from engine_service.core.request import GenerationRequest
+from engine_service.core.step_messages import TokenLogprobs
 from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import InvalidRequest
 from engine_service.rpc.convert_sampling import (

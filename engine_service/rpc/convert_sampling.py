@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from engine_service.core.messages import Sampling
 from engine_service.core.ports import Constraint
+from engine_service.core.step_messages import Sampling
 from engine_service.core.tokenizer import TextCodec
 from engine_service.errors import InvalidRequest
 

@@ -13,11 +13,11 @@ from virtual_time import virtually
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
 from engine_service.core.lifecycle import Lifecycle
-from engine_service.core.messages import Row, Sampled, Sampling
 from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.pausing import Pauser
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Row, Sampled, Sampling
 from engine_service.errors import EngineError
 from relay_service.core.instance import State, Weights
 

@@ -9,9 +9,10 @@ from fakes import eventually, resources, verified
 
 from engine_service.core.member_messages import Place, Rejoin, TakeUnits
 from engine_service.core.membership import MembershipState, RecoverOptions
-from engine_service.core.messages import Capture, CheckProbe, Start, Step
+from engine_service.core.messages import Capture, CheckProbe, Start
 from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.prefix import kv_origin
+from engine_service.core.step_messages import Step
 from engine_service.errors import (
     CaptureError,
     CollectiveFailed,

@@ -10,9 +10,9 @@ from fakes import FakeRunner, eventually
 
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
-from engine_service.core.messages import Sampled, Sampling
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Sampled, Sampling
 from engine_service.core.versions import Spans
 from engine_service.errors import EngineError, InvalidRequest, NonFiniteLogits, RankDied
 from relay_service.core.instance import Weights

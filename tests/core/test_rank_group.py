@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from fakes import lay_out_bytes
 
-from engine_service.core.messages import Allocated, Command, Done, Sampled, Step
+from engine_service.core.messages import Allocated, Command, Done
 from engine_service.core.ranks import RankGroup
+from engine_service.core.step_messages import Sampled, Step
 from engine_service.errors import CheckpointError, CollectiveFailed, RankDied, WrongState
 
 

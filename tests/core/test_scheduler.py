@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_service.core.blocks import BlockPool
-from engine_service.core.messages import Sampled, Sampling
 from engine_service.core.request import Finish, GenerationRequest, Sequence
 from engine_service.core.rows import row_of
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Sampled, Sampling
 from engine_service.errors import EngineError, InvalidRequest, QueueFull, RequestExists
 from relay_service.core.instance import Weights
 

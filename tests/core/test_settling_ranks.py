@@ -6,10 +6,11 @@ import socket
 import pytest
 
 from engine_service.core.member_messages import Beat
-from engine_service.core.messages import Done, Failed, Step, decode_command, encode
+from engine_service.core.messages import Done, Failed, decode_command, encode
 from engine_service.core.rank_commands import Passed
 from engine_service.core.rank_worker import RankWorker
 from engine_service.core.ranks import RankGroup
+from engine_service.core.step_messages import Step
 from engine_service.core.update_messages import DropStaging, OpenStaging
 from engine_service.errors import RankDied, RanksLost
 from relay_service.core.channel import AsyncChannel, ChannelClosed

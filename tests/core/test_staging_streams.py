@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_service.core.messages import Command, Done, Reply, Sampled, Step
+from engine_service.core.messages import Command, Done, Reply
 from engine_service.core.ranks import RankGroup
+from engine_service.core.step_messages import Sampled, Step
 from engine_service.core.update_messages import DropStaging, LendStaging, Lent, OpenStaging
 from engine_service.errors import CheckpointError, CollectiveFailed, RankDied, WrongState
 from relay_service.core.manifest import Manifest

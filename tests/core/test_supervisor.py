@@ -11,7 +11,8 @@ from fakes import eventually, resources
 
 from engine_service.core.member_messages import Beat, Place, Rejoin, TakeUnits
 from engine_service.core.membership import MembershipState, RecoverOptions
-from engine_service.core.messages import Done, Step
+from engine_service.core.messages import Done
+from engine_service.core.step_messages import Step
 from engine_service.errors import (
     InvalidRequest,
     NotReady,

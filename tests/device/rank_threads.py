@@ -10,7 +10,8 @@ from tiny_llama import Sequence, start_message
 
 from engine_service.core.expert_map import ExpertMap, Slots, moves
 from engine_service.core.member_messages import Place, Placed, Rejoin
-from engine_service.core.messages import Loaded, Sampled
+from engine_service.core.messages import Loaded
+from engine_service.core.step_messages import Sampled
 from engine_service.device import parallel
 from engine_service.device.rank import Rank
 from relay_service.core.manifest import Manifest, Unit

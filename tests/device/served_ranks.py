@@ -9,9 +9,9 @@ from rank_threads import Ranks
 
 from engine_service.core.check_messages import DigestWeights
 from engine_service.core.expert_messages import DropExperts, MoveExperts, StageExperts
-from engine_service.core.messages import Step
 from engine_service.core.replies import quiet
 from engine_service.core.scheduler import Limits
+from engine_service.core.step_messages import Step
 from engine_service.core.update_messages import ApplyUpdate, StagingCommand
 from relay_service.core.instance import Weights
 from relay_service.core.manifest import weights_digest

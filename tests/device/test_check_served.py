@@ -17,7 +17,7 @@ from tiny_llama import write_checkpoint
 from clients.errors import CallFailed
 from engine_service.core.check_messages import DigestWeights
 from engine_service.core.comparing import entries
-from engine_service.core.messages import Step
+from engine_service.core.step_messages import Step
 from engine_service.device import checking
 from relay_service.core.format import Format
 from relay_service.core.instance import State, Weights

@@ -10,7 +10,7 @@ import torch
 from oracles import make
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device import compiling, precompiled
 from engine_service.device.rank import Rank
 from engine_service.device.tolerance import relative_difference, tolerance

@@ -7,7 +7,7 @@ import torch
 from oracles import CASES, make
 from tiny_llama import Sequence, run, serving_rank, start_message
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device.batch import make_batch
 from engine_service.device.models.families import FAMILIES
 from engine_service.device.models.rope import KINDS

@@ -11,7 +11,7 @@ from tiny_llama import Sequence, rank_layer, run, start_message, write_checkpoin
 from transformers import AutoTokenizer
 
 from engine_service.checkpoint import smollm2
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device import probe
 from engine_service.device.batch import make_batch
 from engine_service.device.capture import prove

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_llama import Sequence, run, serving_rank, start_message, write_checkpoint
 
-from engine_service.core.messages import Sampled
+from engine_service.core.step_messages import Sampled
 from engine_service.device.batch import make_batch
 from engine_service.device.models.llama import Layer
 from engine_service.device.rank import Rank

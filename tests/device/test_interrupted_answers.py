@@ -8,11 +8,11 @@ from tiny_llama import BLOCK_TOKENS
 from engine_service.core.blocks import BlockPool
 from engine_service.core.engine import Engine
 from engine_service.core.lifecycle import Lifecycle
-from engine_service.core.messages import Sampling
 from engine_service.core.pause_modes import PauseMode, PauseRequest
 from engine_service.core.pausing import Pauser
 from engine_service.core.request import Finish, GenerationRequest, TokenEvent
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Sampling
 from relay_service.core.instance import State, Weights
 
 PROMPTS = (tuple(range(3, 40)), (7, 8, 9))

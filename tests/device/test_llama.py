@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_llama import Sequence, run, serving_rank
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 
 PROMPTS = ([5], [1, 2, 3], [(7 * i) % 199 for i in range(40)], [9] * 17)
 

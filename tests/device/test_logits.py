@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device.logits import logprobs
 from engine_service.device.sampler import sample
 

@@ -10,17 +10,9 @@ from tiny_llama import Sequence, start_message
 
 from engine_service.core.expert_map import ExpertMap
 from engine_service.core.member_messages import Beat, Place, Placed, Rejoin
-from engine_service.core.messages import (
-    Allocated,
-    Capture,
-    Captured,
-    Done,
-    LoadDisk,
-    Loaded,
-    Sampled,
-    Step,
-)
+from engine_service.core.messages import Allocated, Capture, Captured, Done, LoadDisk, Loaded
 from engine_service.core.rank_worker import spawn
+from engine_service.core.step_messages import Sampled, Step
 from engine_service.errors import CollectiveFailed, RankDied
 
 RANKS, EXPERTS = 3, 8

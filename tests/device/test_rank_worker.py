@@ -25,11 +25,8 @@ from engine_service.core.messages import (
     Progress,
     Recorded,
     RecordProbe,
-    Row,
-    Sampled,
-    Sampling,
-    Step,
 )
+from engine_service.core.step_messages import Row, Sampled, Sampling, Step
 from relay_service.memory.host import HostArena
 
 PROMPT = [1, 2, 3]

@@ -18,10 +18,9 @@ from engine_service.core.messages import (
     Loaded,
     Recorded,
     RecordProbe,
-    Sampled,
-    Step,
 )
 from engine_service.core.ranks import RankGroup
+from engine_service.core.step_messages import Sampled, Step
 from engine_service.errors import (
     CheckpointError,
     CollectiveFailed,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device import sampler
 from engine_service.device.sampler import uniform
 from engine_service.errors import NonFiniteLogits

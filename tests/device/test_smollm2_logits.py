@@ -6,7 +6,7 @@ from tiny_llama import BLOCK_TOKENS, serving_rank
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine_service.checkpoint import smollm2
-from engine_service.core.messages import Row, Sampling
+from engine_service.core.step_messages import Row, Sampling
 
 QUESTIONS = ("Why is the sea salty?", "Write a haiku about seeds.", "List three prime numbers.")
 TOKENS = 32

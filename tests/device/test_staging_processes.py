@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_llama import Sequence, start_message, write_checkpoint
 
-from engine_service.core.messages import Capture, Captured, Done, LoadDisk, Loaded, Sampled, Step
+from engine_service.core.messages import Capture, Captured, Done, LoadDisk, Loaded
 from engine_service.core.rank_memory import resident_bytes, staged_bytes
 from engine_service.core.ranks import RankGroup
+from engine_service.core.step_messages import Sampled, Step
 from engine_service.core.update_messages import (
     Applied,
     ApplyUpdate,

@@ -8,7 +8,8 @@ from tiny_llama import Sequence, serving_rank
 
 from engine_service.core import messages
 from engine_service.core.expert_messages import MoveExperts
-from engine_service.core.messages import Failed, Step
+from engine_service.core.messages import Failed
+from engine_service.core.step_messages import Step
 from engine_service.core.update_messages import Trimmed, TrimMemory
 from engine_service.device.replies import Replies, kind_of
 from engine_service.device.worker import Worker

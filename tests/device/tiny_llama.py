@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine_service.core.messages import RankConfig, Row, Sampling, Start
+from engine_service.core.messages import RankConfig, Start
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device.checkpoint import read_file
 from engine_service.device.config import ModelConfig, parse_config
 from engine_service.device.dtypes import served_dtype

@@ -16,9 +16,9 @@ from engine_service.core.bring_up import BringUp
 from engine_service.core.engine import Engine
 from engine_service.core.fill import Filler
 from engine_service.core.instance import Identity, Instance
-from engine_service.core.messages import Row, Sampling
 from engine_service.core.ranks import RankGroup
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.rpc.convert import status_to_proto
 from engine_service.rpc.relay_link import GrpcRelayLink
 from relay_service.core.instance import State

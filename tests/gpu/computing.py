@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from engine_service.core.messages import RankConfig, Row, Sampling
+from engine_service.core.messages import RankConfig
+from engine_service.core.step_messages import Row, Sampling
 from engine_service.device.meeting import meet_over_nccl
 from engine_service.device.models.llama import Llama
 from engine_service.device.parallel import _joined

@@ -19,9 +19,9 @@ from engine_service.core.blocks import BlockPool
 from engine_service.core.detokenizer import Detokenizer
 from engine_service.core.engine import Engine
 from engine_service.core.instance import Identity, Instance
-from engine_service.core.messages import Sampling
 from engine_service.core.request import GenerationRequest
 from engine_service.core.scheduler import Limits, Scheduler
+from engine_service.core.step_messages import Sampling
 from engine_service.rpc.metrics import EngineCollector
 from relay_service.core.instance import State, Weights
 from relay_service.core.security import Security
