@@ -125,6 +125,7 @@ async def test_a_host_that_is_killed(
     folder = make_model("cast", hidden_size=256, size_bytes=16 << 20, max_positions=256)
     there = stage.relay()
     here = stage.relay("--join", there.address, "--egress-limit", str(RATE))
+    third = stage.relay("--join", there.address)  # from where neither is nearer
     fresh = stage.engine(folder)
     right = await reach(fresh)
     expected = await answer(fresh)
@@ -134,8 +135,8 @@ async def test_a_host_that_is_killed(
         await reach(stage.engine(folder, *tp, "--relay", relay.address))
     target = stage.engine(folder, "--load-format", "dummy")
     await reach(target, DUMMY)
-    filling = start_pull(target, there)
-    await halfway(there, 30)
+    filling = start_pull(target, third)
+    await halfway(third, 30)
     here.kill()
     outcome = await filling
     assert (outcome.path[0][0], outcome.path[-1]) == ("a", ("b", "complete"))
