@@ -1,7 +1,14 @@
 """What `make test` leaves to `make test-all`: it must stay within fifteen minutes on two cores.
 
 Each is slow, and a faster test of its kind, or another cell of its matrix, stays in `make test`.
+Of the large matrices it takes cells in which every pair of values occurs (`covering`).
 """
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import TypeVar
+
+C = TypeVar("C", bound=Hashable)
 
 LEFT_OUT = frozenset({
     "tests/device/test_collector_memory.py",
@@ -56,3 +63,19 @@ LEFT_OUT = frozenset({
 def is_left_out(node: str) -> bool:
     """Whether a test is one of them, by its name."""
     return bool({node, node.partition("[")[0], node.partition("::")[0]} & LEFT_OUT)
+
+
+def covering(rows: Sequence[C], traits: Mapping[C, set[object]]) -> list[C]:
+    """Chooses rows so that each trait that any of them has is a trait of a chosen one."""
+    missing = {trait for row in rows for trait in traits[row]}
+    chosen = set()
+    while missing:
+        best = max(rows, key=lambda row: len(missing & traits[row]))
+        missing -= traits[best]
+        chosen.add(best)
+    return [row for row in rows if row in chosen]
+
+
+def pairs(row: Sequence[object]) -> set[object]:
+    """Returns every pair of two columns' values."""
+    return set(combinations(enumerate(row), 2))

@@ -14,12 +14,12 @@ SEEDS = (9, 17, 20, 21, 35, 41)
 """Every kind of event, fleets with one seed and with two, pairs on one host."""
 LIMIT_SECONDS = 280.0
 """All waits of a run together, were they all to be in vain."""
-PLAYED = (17, 35)
-"""The others take longer: `make test-all` plays them too."""
+LEFT_OUT = (21, 41)
+"""Two targets wait one after the other for a source that lies; a relay hangs, as an engine does."""
 
 
 @pytest.mark.parametrize(
-    "seed", [s if s in PLAYED else pytest.param(s, marks=pytest.mark.full) for s in SEEDS]
+    "seed", [pytest.param(s, marks=pytest.mark.full) if s in LEFT_OUT else s for s in SEEDS]
 )
 def test_chaos(seed: int) -> None:
     """Whatever happens, targets end right or say why, and nothing is left behind."""

@@ -1,9 +1,10 @@
 """Every family in every format over ranks placed in every way: the table, and a sample of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import oracles
+from sampling import covering, pairs
 
 from engine_service.core.expert_map import Slots
 from engine_service.device.config import ModelConfig
@@ -106,25 +107,13 @@ def table() -> list[Cell]:
 def sample(rows: Sequence[Cell]) -> set[Cell]:
     """Chooses cells of families, not of their variants such as `qwen3, biased`.
 
-    Every family is there, every format with experts and without, every place on either side, and
-    each pair of numbers of tensor-parallel ranks.
+    Every family is there, and each pair of format, place and other place, and of these with
+    whether there are experts. Pairs of a family and anything else would be twice as many.
     """
     plain = [cell for cell in rows if "," not in cell.family]
     return set(covering(plain, {cell: _traits(cell) for cell in plain}))
 
 
-def covering(rows: Sequence[Cell], traits: Mapping[Cell, set[object]]) -> list[Cell]:
-    """Chooses rows so that each trait that any of them has is a trait of a chosen one."""
-    missing = {trait for row in rows for trait in traits[row]}
-    chosen = set()
-    while missing:
-        best = max(rows, key=lambda row: len(missing & traits[row]))
-        missing -= traits[best]
-        chosen.add(best)
-    return [row for row in rows if row in chosen]
-
-
 def _traits(cell: Cell) -> set[object]:
-    split = tuple(PLACES[place].tp for place in (cell.placed, cell.other))
-    sides = enumerate((cell.placed, cell.other))
-    return {cell.family, (cell.held, sparse(cell.family)), split, *sides}
+    columns = sparse(cell.family), cell.held, cell.placed, cell.other
+    return {cell.family, *pairs(columns)}

@@ -23,6 +23,7 @@ from losses import (
     other_weights,
     pulled,
 )
+from sampling import covering, pairs
 from stage import Stage, answer, eventually, status_of
 
 from clients.engine import EngineClient
@@ -55,8 +56,8 @@ CELLS = [
     # Where slots of others suffice a recovery takes milliseconds: nothing comes in between.
     if one[1] == "none" or one[4] != "second"
 ]
-SAMPLE = {Cell(8, "none", "relay", STOP, "staging"), Cell(8, "part", "disk", KILL, "two")}
-assert set(CELLS) >= SAMPLE
+SAMPLE = covering(CELLS, {cell: pairs(cell) for cell in CELLS})
+"""Every pair of values that occurs."""
 
 
 def _named(cell: Cell) -> object:
