@@ -157,6 +157,14 @@ async def test_one_of_them_fails(dying, error):
     first, second = two()
     failing, other = (first, second) if dying == "first" else (second, first)
     failing.fails_after, failing.error = 8, error
+    usual = other.pause
+
+    async def pause() -> None:
+        await usual()
+        if len(other.reads) > 4:  # or it might have given all before the other one fails
+            await eventually(lambda: len(failing.reads) == failing.fails_after)
+
+    other.pause = pause
     pull = Pull(first, second)
     report = await pull.run()
     left = {s.source_instance: s.reason for s in report.path}
